@@ -1,0 +1,1 @@
+"""Measurements of a whole server. Each script: `python -m benchmarks.NAME --help`."""

@@ -1,0 +1,343 @@
+"""Every setting there is, in one frozen definition, and how its sources are merged.
+
+Owns: names, types, defaults and meaning of all settings; reading them from the environment and
+from a file; the order of precedence. Does not own: the command line (`server.cli_flags` builds
+it from the fields here), nor sizes that are computed later (the memory plan holds those).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from moestro.errors import ConfigError
+
+ENV_PREFIX = "MOESTRO_"
+PRESETS = Path(__file__).parent / "configs"
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)(?P<byte>b?)", re.I)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(value: object) -> object:
+    """Bytes from `24GiB`, `24GB`, `1.5g` or a plain number.
+
+    `GB` is 10^9 bytes; `GiB` and a bare `G` are 2^30. Letters may be of either case. Anything
+    that is not text is handed back for pydantic to judge. Raises ValueError.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a number of bytes, or text such as 24GiB")
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None or (match["binary"] and not match["unit"]):
+        raise ValueError("a number of bytes, or a number with a unit (KiB to TiB, KB to TB)")
+    decimal = bool(match["byte"]) and not match["binary"]
+    scale = (1000 if decimal else 1024) ** _POWER[match["unit"].lower()]
+    return int(Decimal(match["number"]) * scale)
+
+
+def _automatic(value: object) -> object:
+    return None if isinstance(value, str) and value.strip().lower() == "auto" else value
+
+
+def _several(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+AutoSize = Annotated[Size | None, BeforeValidator(_automatic)]
+AutoCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_automatic)]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_several)]
+
+
+MULTIPLE = frozenset({"served_model_name", "api_key"})  # fields with several values
+SECRET = frozenset({"api_key"})  # fields whose values are never shown
+
+
+class Config(BaseModel):
+    """All settings of one server and its engine. Never changed after it was built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        "",
+        description="Checkpoint: a directory or a hub id. Empty: the included demo model.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of the hub repository. Default: its main branch."
+    )
+    served_model_name: Names = Field(
+        (), description="Names that clients use for the model. Default: the model as given."
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="`auto` reads the checkpoint; `dummy` uses random weights of its shape."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Where the model runs. This version has the CPU backend only: `auto` is `cpu`, "
+        "and `cuda` is refused.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type of weights and activations. `auto`: float32 on a CPU, on a GPU the "
+        "checkpoint's own.",
+    )
+    threads: AutoCount = Field(
+        None, description="CPU threads of the engine. Default: cores - 1, at least 1."
+    )
+    gpu_memory: AutoSize = Field(
+        None,
+        description="Device memory for everything: weights, expert slots, KV cache, workspace. "
+        "Without a GPU, the ordinary memory that stands for it. Default: what the model can use, at "
+        "most half of what is free.",
+    )
+    host_memory: AutoSize = Field(
+        None,
+        description="Host memory for experts outside the slots. Default: what the model can use, "
+        "at most half of what is free.",
+    )
+    expert_slots: AutoCount = Field(
+        None,
+        description="Experts held in device memory, at least 2. Default: what --gpu-memory leaves "
+        "room for.",
+    )
+    kv_cache_tokens: AutoCount = Field(
+        None,
+        description="Tokens that the KV cache holds. Default: 2,048 for each sequence or twice the "
+        "longest, at most half of what --gpu-memory leaves beside the dense weights.",
+    )
+    block_size: int = Field(16, gt=0, le=1024, description="Tokens in one block of the KV cache.")
+    enable_prefix_caching: bool = Field(
+        True, description="Reuse the KV cache of prompts that start alike."
+    )
+    max_model_len: AutoCount = Field(
+        None,
+        description="Most tokens of one sequence, prompt included. Default: the model's own.",
+    )
+    max_num_seqs: int = Field(64, gt=0, description="Most sequences that run at the same time.")
+    max_num_queued: int = Field(
+        1024, gt=0, description="Most sequences that wait; one more is answered 503."
+    )
+    max_sweep_tokens: int = Field(
+        8192, gt=0, description="Most prompt tokens that travel up the layers together."
+    )
+    expert_policy: Literal["lru", "lfu", "lru_frequency", "score", "activation_aware"] = Field(
+        "lru_frequency", description="Which experts stay in the slots."
+    )
+    expert_policy_state: Path | None = Field(
+        None,
+        description="File where activation_aware keeps what it learnt between runs. "
+        "Default: one for each model, in the user's cache directory.",
+    )
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Seed of the random weights of `--load-format dummy`."
+    )
+    trace: Path | None = Field(
+        None, description="File to record expert routing to, for `moestro simulate`."
+    )
+    host: Name = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on. 0: any free one.")
+    api_key: Names = Field(
+        (), repr=False, description="Keys that clients must send, any one of them. Default: none."
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="Allow listening beyond this machine without an API key."
+    )
+    max_request_body: Size = Field(32 * 2**20, description="Most bytes of one request body.")
+    shutdown_timeout: float = Field(
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that live requests have to finish once a stop was asked for.",
+    )
+    metrics_prefix: str = Field(
+        "moestro:",
+        pattern=r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$",
+        description="What the names of all metrics start with.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe message that is logged."
+    )
+    config: Path | None = Field(
+        None,
+        description="File with settings (YAML, TOML or JSON), or the name of an included preset.",
+    )
+
+    def to_json(self) -> str:
+        """The settings as JSON for the engine process, without the API keys: it needs none."""
+        return self.model_dump_json(exclude={"api_key"})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Config:
+        """The inverse of `to_json`."""
+        return cls.model_validate_json(text)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)` for the known name closest to `name`, or nothing when none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def load(flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Config:
+    """Merge the sources: `flags` (field -> value) over `environ` over the file over defaults.
+
+    Raises ConfigError, which names the setting, where it came from and what would be right.
+    """
+    env = _from_environment(environ)
+    file = flags.get("config", env.get("config"))
+    layers: list[tuple[str, Mapping[str, object]]] = [
+        ("environment", env),
+        ("command line", flags),
+    ]
+    if file is not None:
+        layers.insert(0, (str(file), _from_file(_find_file(str(file)))))
+    values: dict[str, object] = {}
+    source: dict[str, str] = {}
+    for name, layer in layers:
+        values.update(layer)
+        source.update(dict.fromkeys(layer, name))
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, source) from None
+    return _with_policy_state(config, environ)
+
+
+def _with_policy_state(config: Config, environ: Mapping[str, str]) -> Config:
+    if config.expert_policy != "activation_aware":
+        if config.expert_policy_state is not None:
+            raise ConfigError(
+                f"expert_policy_state is only used by the policy activation_aware, "
+                f"but expert_policy is {config.expert_policy}",
+                param="expert_policy_state",
+            )
+        return config
+    if config.expert_policy_state is not None:
+        return config
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "--", config.model).strip("-.") or "demo"
+    path = cache_dir(environ) / "activation_aware" / f"{slug}.state"
+    return config.model_copy(update={"expert_policy_state": path})
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where Moestro keeps files that may be deleted at any time."""
+    root = environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if root else Path.home() / ".cache") / "moestro"
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:
+    # An empty variable counts as unset: that is how compose files pass on what is not there.
+    known = {ENV_PREFIX + name.upper(): name for name in Config.model_fields}
+    values: dict[str, object] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or not text:
+            continue
+        if variable not in known:
+            raise ConfigError(
+                f"unknown environment variable {variable}{nearest(variable, known)}"
+                f"{_service_link_hint(variable, text)}",
+                param=variable,
+            )
+        name = known[variable]
+        if name == "port" and "://" in text:
+            raise ConfigError(
+                f"{variable} is not a port{_service_link_hint(variable, text)}", param=variable
+            )
+        values[name] = re.split(r"[,\s]+", text.strip(", ")) if name in MULTIPLE else text
+    return values
+
+
+def _service_link_hint(variable: str, text: str) -> str:
+    # Kubernetes adds such variables to every pod for a Service that is called "moestro".
+    if "://" in text or "_SERVICE_" in variable or "_PORT_" in variable:
+        return "; if Kubernetes set it, set enableServiceLinks: false in the pod"
+    return ""
+
+
+def _find_file(name: str) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    presets = {p.stem: p for p in sorted(PRESETS.glob("*.toml"))}
+    if name in presets:
+        return presets[name]
+    raise ConfigError(
+        f"no config file {name}, and no preset of that name{nearest(name, presets)}; "
+        f"presets: {', '.join(presets) or 'none'}",
+        param="config",
+    )
+
+
+def _from_file(path: Path) -> dict[str, object]:
+    try:
+        data = _parse_file(path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read config file {path}: {error}", param="config") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path} must hold names and values", param="config")
+    values: dict[str, object] = {}
+    known = set(Config.model_fields) - {"config"}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"unknown key {key} in config file {path}{nearest(name, known)}", param=str(key)
+            )
+        if name in values:
+            raise ConfigError(f"key {key} is twice in config file {path}", param=name)
+        values[name] = value
+    return values
+
+
+def _parse_file(path: Path) -> object:
+    text = path.read_text(encoding="utf-8")
+    match path.suffix.lower():
+        case ".toml":
+            return tomllib.loads(text)
+        case ".json":
+            return json.loads(text)
+        case ".yaml" | ".yml":
+            return yaml.safe_load(text)
+        case other:
+            raise ValueError(f"its name must end in .yaml, .yml, .toml or .json, not {other!r}")
+
+
+def _explain(error: ValidationError, source: Mapping[str, str]) -> ConfigError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        return ConfigError(
+            f"unknown setting {name}{nearest(name, Config.model_fields)}", param=name
+        )
+    shown = "" if name in SECRET else f" {_short(first['input'])}"
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return ConfigError(f"{_spelled(name, source)}{shown}: should be {message}", param=name)
+
+
+def _spelled(name: str, source: Mapping[str, str]) -> str:
+    origin = source.get(name, "")
+    spelled = {
+        "command line": "--" + name.replace("_", "-"),
+        "environment": ENV_PREFIX + name.upper(),
+    }
+    return spelled.get(origin, f"{name} in {origin}" if origin else name)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,211 @@
+"""Joins the parts into an engine. The only place that knows them all.
+
+Owns: the order of construction, so that a wrong flag or a damaged checkpoint is found before
+anything large is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moestro.config import Config
+from moestro.engine.checkpoint import Checkpoint
+from moestro.engine.engine import Engine
+from moestro.engine.executor import Executor
+from moestro.engine.memory import MemoryPlan, free_memory, plan_memory
+from moestro.engine.messages import EngineInfo
+from moestro.engine.models.decoder import Decoder
+from moestro.engine.models.hf_config import read_json
+from moestro.engine.models.registry import load_spec
+from moestro.engine.models.spec import ModelSpec
+from moestro.engine.weights import check_tensors, dummy_dense, expert_sources, load_dense
+from moestro.errors import ConfigError
+from moestro.expert_cache.cache import ExpertCache
+from moestro.expert_cache.layout import ExpertLayout, gated_layout
+from moestro.expert_cache.policies import make_policy
+from moestro.expert_cache.policy import Policy
+from moestro.expert_cache.store import DummyStore, ExpertStore, SafetensorsStore
+from moestro.expert_cache.trace import TraceWriter
+from moestro.kernels import registry
+from moestro.kv_cache.manager import KVManager
+from moestro.kv_cache.storage import KVStorage
+from moestro.scheduler.limits import Limits
+from moestro.scheduler.scheduler import Scheduler
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def build_engine(config: Config, model_path: Path, progress: Progress = _silent) -> Engine:
+    """Load the model in `model_path` and return an engine that is ready to serve."""
+    device(config)
+    spec = load_spec(model_path)
+    layout = expert_layout(spec, config)
+    plan = plan_memory(spec, layout, config, free_memory())
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    torch.set_num_threads(threads)
+    decoder, store = _load(config, spec, layout, model_path, progress)
+    kv = KVStorage(
+        blocks=plan.blocks,
+        layers=len(spec.layers),
+        block_size=plan.block_size,
+        kv_heads=spec.attention.kv_heads,
+        head_dim=spec.attention.head_dim,
+        dtype=decoder.dtype,
+    )
+    trace = _trace(config, spec)
+    policy = make_policy(config.expert_policy, len(spec.moe_layers), spec.moe.experts)
+    closing = _remember(config, policy, model_path)
+    cache = _cache(spec, plan, store, policy, trace, progress)
+    manager = KVManager(plan.block_size, plan.blocks, prefix_caching=config.enable_prefix_caching)
+    limits = Limits(
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_queued=config.max_num_queued,
+        vocab_size=spec.vocab_size,
+        kv_tokens=plan.kv_tokens,
+        max_sweep_tokens=config.max_sweep_tokens,
+    )
+    scheduler = Scheduler(limits, manager)
+    executor = Executor(decoder, kv, cache, threads)
+    if trace is not None:
+        closing.append(trace.close)
+    info = _info(plan, spec, model_path)
+    return Engine(scheduler, executor, cache, manager, limits, info=info, closing=closing)
+
+
+def describe(config: Config, model_path: Path) -> dict[str, Any]:
+    """What `moestro check` prints: memory plan, notes and kernels. Allocates nothing."""
+    kind = device(config)
+    spec = load_spec(model_path)
+    if config.load_format != "dummy":
+        checkpoint = Checkpoint(model_path)
+        expert_sources(checkpoint, spec)
+        check_tensors(checkpoint, spec)
+    plan = plan_memory(spec, expert_layout(spec, config), config, free_memory())
+    return {
+        "family": spec.family,
+        "memory": plan.table(),
+        "slots": plan.slots,
+        "experts": plan.experts,
+        "kv_tokens": plan.kv_tokens,
+        "max_model_len": plan.max_model_len,
+        "notes": plan.notes,
+        "kernels": registry.explain(kind),
+    }
+
+
+def device(config: Config) -> str:
+    """The device to run on. Only the CPU backend exists so far."""
+    if config.device == "cuda":
+        raise ConfigError("--device cuda is not served by this version, only cpu", param="device")
+    return "cpu"
+
+
+def expert_layout(spec: ModelSpec, config: Config) -> ExpertLayout:
+    """Blob layout in the compute dtype: float32 on a CPU unless --dtype says otherwise."""
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    return gated_layout(spec.hidden, spec.moe.intermediate, dtype)
+
+
+def eos_token_ids(model_path: Path) -> tuple[int, ...]:
+    """All end-of-sequence ids that config.json and generation_config.json name."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (model_path / name).exists():
+            ids = read_json(model_path / name).get("eos_token_id")
+            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple(dict.fromkeys(found))
+
+
+def _load(
+    config: Config, spec: ModelSpec, layout: ExpertLayout, path: Path, progress: Progress
+) -> tuple[Decoder, ExpertStore]:
+    dtype = getattr(torch, layout.dtype)
+    if config.load_format == "dummy":
+        weights = dummy_dense(spec, dtype, config.seed)
+        return Decoder(spec, weights), DummyStore(layout, config.seed)
+    checkpoint = Checkpoint(path)
+    sources = expert_sources(checkpoint, spec)
+    check_tensors(checkpoint, spec)
+    weights = load_dense(
+        checkpoint, spec, dtype, lambda done, total: progress("dense weights", done, total)
+    )
+    return Decoder(spec, weights), SafetensorsStore(layout, sources)
+
+
+def _cache(
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    store: ExpertStore,
+    policy: Policy,
+    trace: TraceWriter | None,
+    progress: Progress,
+) -> ExpertCache:
+    layers, experts = len(spec.moe_layers), spec.moe.experts
+    cache = ExpertCache(
+        store,
+        layers,
+        experts,
+        slots=plan.slots,
+        staging=plan.staging,
+        host=plan.host_entries,
+        policy=policy,
+        trace=trace,
+    )
+    size = store.layout.nbytes
+    cache.warm(
+        cache.preferred_order(), lambda done, total: progress("experts", done * size, total * size)
+    )
+    return cache
+
+
+def _remember(config: Config, policy: Policy, model: Path) -> list[Callable[[], None]]:
+    """Load what the policy learned in earlier runs; returns what keeps it at the end."""
+    if not policy.wants_sequences:
+        if config.expert_policy_state is not None:
+            raise ConfigError(
+                f"--expert-policy-state: the {config.expert_policy} policy keeps nothing",
+                param="expert_policy_state",
+            )
+        return []
+    path = config.expert_policy_state or _state_file(config.expert_policy, model)
+    if path.exists():
+        policy.load(path)
+    return [lambda: policy.save(path)]
+
+
+def _state_file(policy: str, model: Path) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:16]
+    return cache / "moestro" / f"{policy}-{name}.npz"
+
+
+def _trace(config: Config, spec: ModelSpec) -> TraceWriter | None:
+    if config.trace is None:
+        return None
+    moe = spec.moe
+    return TraceWriter(config.trace, len(spec.moe_layers), moe.experts, moe.top_k, spec.family)
+
+
+def _info(plan: MemoryPlan, spec: ModelSpec, path: Path) -> EngineInfo:
+    return EngineInfo(
+        max_model_len=plan.max_model_len,
+        vocab_size=spec.vocab_size,
+        kv_tokens=plan.kv_tokens,
+        block_size=plan.block_size,
+        eos_token_ids=eos_token_ids(path),
+        memory=plan.table(),
+        expert_slots=plan.slots,
+        experts=plan.experts,
+        notes=plan.notes,
+    )

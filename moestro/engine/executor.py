@@ -1,0 +1,151 @@
+"""Carries out plans: decode steps and sweeps, through one decoder.
+
+Owns: the open sweeps and the sampler. Does not own: what runs when (`scheduler`), the loop
+(`engine.engine`) or where experts are (`expert_cache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moestro.engine.batch import DecodeBuilder, Segment
+from moestro.engine.experts import ExpertExecutor
+from moestro.engine.models.decoder import Decoder
+from moestro.engine.sampler import Sampler, token_logprobs
+from moestro.engine.sweep import Sweep
+from moestro.expert_cache.cache import ExpertCache
+from moestro.kv_cache.storage import KVStorage
+from moestro.scheduler.plan import DecodePlan, Sampled, SweepPlan
+from moestro.types import Request, TokenLogprobs
+
+# Work between two looks at the clock while a sweep advances: about a millisecond of one core, so
+# that a decode step is never kept waiting for much longer than its budget says.
+PIECE_FLOPS = 4e7
+
+
+class Executor:
+    """Runs steps on the CPU."""
+
+    def __init__(
+        self, decoder: Decoder, kv: KVStorage, cache: ExpertCache, threads: int = 1
+    ) -> None:
+        spec = decoder.spec
+        self._decoder = decoder
+        self._kv = kv
+        self._cache = cache
+        self._piece = PIECE_FLOPS * threads
+        self._experts = ExpertExecutor(cache, spec.moe.experts, self._piece)
+        self._builder = DecodeBuilder(
+            kv.block_size, kv.layers, decoder.inverse, spec.attention.window
+        )
+        self._sampler = Sampler(spec.vocab_size)
+        self._sweeps: dict[int, tuple[SweepPlan, Sweep]] = {}
+        self._carry: dict[str, torch.Tensor] = {}  # last hidden row of a prompt's earlier sweep
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute stood still for experts, since start."""
+        return self._experts.exposed
+
+    @torch.inference_mode()
+    def add(self, request: Request) -> None:
+        """Get ready for a new sequence."""
+        self._sampler.add(request)
+
+    def forget(self, id: str) -> None:
+        """The sequence is gone."""
+        self._sampler.forget(id)
+        self._builder.forget(id)
+        self._carry.pop(id, None)
+        self._cache.finish_sequence(id)
+
+    @torch.inference_mode()
+    def decode(self, plan: DecodePlan) -> list[Sampled]:
+        """One token for every row."""
+        self._cache.begin_pass("decode", len(plan.rows))
+        step = self._builder.build(plan)
+        logits = self._decoder.decode(step, self._kv, self._experts)
+        indexes = [row.output_index for row in plan.rows]
+        sampled = self._sampler.sample(step.ids, indexes, logits)
+        for row, one in zip(plan.rows, sampled, strict=True):
+            if one.error is not None:
+                self._kv.scrub(row.blocks)
+        return sampled
+
+    @torch.inference_mode()
+    def open(self, plan: SweepPlan) -> None:
+        """Begin a sweep; nothing is computed yet."""
+        self._cache.begin_pass("sweep", sum(len(row.tokens) for row in plan.rows))
+        sweep = Sweep(plan, self._decoder, self._kv, self._experts, self._piece)
+        self._sweeps[plan.number] = plan, sweep
+
+    def drop(self, number: int, id: str) -> None:
+        """The sequence left this sweep; it must write no KV from now on."""
+        if number in self._sweeps:
+            self._sweeps[number][1].drop(id)
+
+    def close(self, number: int) -> tuple[str, ...]:
+        """Give a sweep up; returns the sequences that were in it."""
+        plan, _ = self._sweeps.pop(number)
+        return tuple(row.id for row in plan.rows)
+
+    @torch.inference_mode()
+    def advance(self, number: int, enough: Callable[[], bool]) -> list[Sampled] | None:
+        """Advance a sweep until it is done (its results) or `enough()` (None)."""
+        if number not in self._sweeps:
+            return []
+        plan, sweep = self._sweeps[number]
+        rows = sum(len(row.tokens) for row in plan.rows)
+        self._cache.begin_pass("sweep", rows, resumed=True)
+        while not sweep.advance():
+            if enough():
+                return None
+        del self._sweeps[number]
+        return self._results(sweep)
+
+    def _results(self, sweep: Sweep) -> list[Sampled]:
+        top = sweep.top()
+        sampling = [(segment, rows) for segment, rows in top if segment.row.samples]
+        found: dict[str, Sampled] = {}
+        if sampling:
+            logits = self._decoder.logits(torch.stack([rows[-1] for _, rows in sampling]))
+            ids = [segment.row.id for segment, _ in sampling]
+            indexes = [segment.row.output_index for segment, _ in sampling]
+            found = {one.id: one for one in self._sampler.sample(ids, indexes, logits)}
+        results = []
+        for segment, rows in top:
+            one = found.get(segment.row.id)
+            if one is not None and one.error is not None:
+                self._kv.scrub(segment.row.blocks)
+            prompt = self._prompt_logprobs(segment, rows)
+            if prompt is not None:
+                base = one or Sampled(segment.row.id, -1)
+                one = Sampled(base.id, base.token, base.logprobs, prompt, base.error)
+            if one is not None:
+                results.append(one)
+        return results
+
+    def _prompt_logprobs(
+        self, segment: Segment, rows: torch.Tensor
+    ) -> tuple[TokenLogprobs | None, ...] | None:
+        """Reports for the tokens of this run, each predicted by the position before it."""
+        row = segment.row
+        count = self._sampler.params(row.id).prompt_logprobs
+        if count is None or row.output_index > 0:
+            return None
+        before = self._carry.pop(row.id, None)
+        if not row.samples:
+            self._carry[row.id] = rows[-1:].clone()
+        reports: list[TokenLogprobs | None] = []
+        hidden = rows[:-1] if before is None else torch.cat((before, rows[:-1]))
+        tokens = row.tokens[1:] if before is None else row.tokens
+        if before is None:
+            reports.append(None)
+        chunk = max(1, int(2**22 / self._decoder.spec.vocab_size))  # 16 MiB of logits at a time
+        for lo in range(0, len(tokens), chunk):
+            logprobs = torch.log_softmax(self._decoder.logits(hidden[lo : lo + chunk]), -1)
+            pairs = zip(tokens[lo : lo + chunk], logprobs, strict=True)
+            reports.extend(token_logprobs(line, token, count) for token, line in pairs)
+        return tuple(reports)

@@ -1,0 +1,151 @@
+"""One MoE layer's experts: lease them, compute, add up.
+
+Owns: grouping tokens by expert and the order of summation, which is by ascending expert id
+whatever arrived first, so that text does not depend on what happened to be resident. Does not
+own: where experts are (`expert_cache`) or the arithmetic (`kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moestro.expert_cache.cache import ExpertCache, Lease
+from moestro.kernels import reference as ops
+
+Ints = npt.NDArray[np.int64]
+
+TILE_ROWS = 1024  # an expert with more tokens than this is computed in several pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Token-expert pairs sorted by expert. `order` indexes the flattened [T, k] choices."""
+
+    order: Ints  # [T * k]
+    counts: Ints  # [E] tokens of each expert
+    token: torch.Tensor  # [T * k] row of x
+    ids: Ints  # [T, k]
+
+
+def sort_routes(ids: torch.Tensor, experts: int) -> Routes:
+    """Sort the choices ids [T, k] by expert, tokens in order within one."""
+    table = ids.numpy()
+    flat = table.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    counts = np.bincount(flat, minlength=experts)
+    return Routes(order, counts, torch.from_numpy(order // table.shape[1]), table)
+
+
+class ExpertExecutor:
+    """Computes routed experts through the expert cache."""
+
+    def __init__(self, cache: ExpertCache, experts: int, piece_flops: float) -> None:
+        self._cache = cache
+        # Transposing is a view, but making one costs as much as a small product: done once a slot.
+        self._gate_up = [weight.t() for weight in cache.gate_up]
+        self._down = [weight.t() for weight in cache.down]
+        self._experts = experts
+        self._cost = 3.0 * cache.gate_up[0].numel()  # FLOPs of one token in one expert
+        self._piece = piece_flops
+        self.exposed = 0.0  # seconds of compute stood still for experts, since start
+
+    def decode(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        sequences: Sequence[str],
+    ) -> torch.Tensor:
+        """Sum of weighted experts for x [B, hidden], weights and ids [B, k]. Row i is of
+        sequences[i]."""
+        routes = sort_routes(ids, self._experts)
+        out = torch.zeros_like(x)
+        self._add(layer, x, weights, routes, (0, len(routes.order)), routes.counts, out, sequences)
+        return out
+
+    def pieces(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        sequences: Sequence[str],
+        out: torch.Tensor,
+    ) -> Iterator[None]:
+        """The same for many rows, added to `out`, a bounded amount of work between yields.
+
+        No lease is open while the caller has control, so decode steps may run in between.
+        """
+        routes = sort_routes(ids, self._experts)
+        for span, counts in self._spans(routes.counts):
+            self._add(layer, x, weights, routes, span, counts, out, sequences)
+            yield
+
+    def _spans(self, counts: Ints) -> Iterator[tuple[tuple[int, int], Ints]]:
+        """Ranges of sorted routes worth one piece each, with the counts in that range."""
+        budget = max(1, int(self._piece / self._cost))
+        taken = np.zeros_like(counts)
+        lo = hi = 0
+        for expert in np.flatnonzero(counts).tolist():
+            left = int(counts[expert])
+            while left:
+                if hi > lo and hi - lo + min(left, TILE_ROWS) > budget:
+                    yield (lo, hi), taken
+                    taken, lo = np.zeros_like(counts), hi
+                rows = min(left, TILE_ROWS)
+                taken[expert] += rows
+                hi, left = hi + rows, left - rows
+        if hi > lo:
+            yield (lo, hi), taken
+
+    def _add(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        routes: Routes,
+        span: tuple[int, int],
+        counts: Ints,
+        out: torch.Tensor,
+        sequences: Sequence[str],
+    ) -> None:
+        lo, hi = span
+        token, order = routes.token, routes.order
+        if hi - lo < len(order):
+            token, order = token[lo:hi], order[lo:hi]
+        rows = x.index_select(0, token)
+        if self._cache.wants_ids and lo == 0:  # once a layer, however many pieces
+            self._cache.note(layer, routes.ids, weights.float().numpy(), sequences)
+        with self._cache.acquire(layer, counts) as lease:
+            result = self._compute(lease, counts, rows)
+        self.exposed += lease.exposed
+        share = weights.reshape(-1).index_select(0, torch.from_numpy(order))
+        out.index_add_(0, token, (result * share[:, None]).to(out.dtype))
+
+    def _compute(self, lease: Lease, counts: Ints, rows: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert through their experts, as these become available."""
+        gate_up, down = self._gate_up, self._down
+        wanted = int(np.count_nonzero(counts))
+        result: torch.Tensor | None = None
+        ends: list[int] = []
+        for group in lease.groups():
+            if len(group.experts) == wanted:
+                sizes = counts[group.experts].tolist()
+                slots = group.slots
+                return ops.grouped_experts(
+                    rows, sizes, [gate_up[s] for s in slots], [down[s] for s in slots]
+                )
+            if result is None:
+                result, ends = torch.empty_like(rows), np.cumsum(counts).tolist()
+            for expert, slot in zip(group.experts, group.slots, strict=True):
+                lo, hi = ends[expert] - int(counts[expert]), ends[expert]
+                one = ops.grouped_experts(rows[lo:hi], [hi - lo], [gate_up[slot]], [down[slot]])
+                result[lo:hi] = one
+        assert result is not None, "a lease without a group"
+        return result

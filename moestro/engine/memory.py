@@ -1,0 +1,248 @@
+"""How memory is split, by arithmetic alone.
+
+Owns: the one plan over dense weights, workspace, KV blocks, expert slots and the host arena.
+Nothing is allocated here, so `moestro check` can print a plan for any model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moestro.config import Config
+from moestro.engine.models.spec import ModelSpec
+from moestro.errors import ConfigError, OutOfMemory
+from moestro.expert_cache.layout import DTYPE_BYTES, ExpertLayout
+
+MIN_STAGING = 2  # slots: one is computed with while the next is filled
+MAX_STAGING = 8
+MIN_ARENA = 4  # host entries: what can be in flight between disk and slots at once
+AUTO_SHARE = 0.5  # of the memory that is free, for each of the two pools when not told
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes and counts that hold for the life of the engine."""
+
+    dense: int
+    workspace: int
+    kv: int
+    slots_bytes: int
+    host_bytes: int
+    blocks: int
+    block_size: int
+    slots: int  # staging included
+    staging: int
+    host_entries: int
+    experts: int
+    max_model_len: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.blocks * self.block_size
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device pool."""
+        return self.dense + self.workspace + self.kv + self.slots_bytes
+
+    def table(self) -> dict[str, int]:
+        """For people: what goes where, in bytes."""
+        return {
+            "dense weights": self.dense,
+            "workspace": self.workspace,
+            "KV cache": self.kv,
+            "expert slots": self.slots_bytes,
+            "device pool": self.device,
+            "host arena": self.host_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of the things to be placed, and what must be placed at least."""
+
+    dense: int
+    workspace: int
+    block: int  # one KV block in all layers
+    blob: int  # one expert
+    experts: int
+    free: int  # what the machine has left
+
+    @property
+    def fixed(self) -> int:
+        return self.dense + self.workspace
+
+
+def plan_memory(spec: ModelSpec, layout: ExpertLayout, config: Config, free: int) -> MemoryPlan:
+    """Split memory for `spec`; `free` is what the machine has left. OutOfMemory says what lacks."""
+    notes: list[str] = []
+    size = DTYPE_BYTES[layout.dtype]
+    sizes = _Sizes(
+        dense=dense_bytes(spec, size),
+        workspace=workspace_bytes(spec, config.max_sweep_tokens, size),
+        block=kv_bytes_per_token(spec, size) * config.block_size,
+        blob=layout.nbytes,
+        experts=len(spec.moe_layers) * spec.moe.experts,
+        free=free,
+    )
+    length = _model_length(spec, config)
+    wanted = _blocks_wanted(config, length)
+    budget = config.gpu_memory or _automatic_budget(sizes, config, wanted)
+    blocks, length = _blocks(sizes, config, wanted, length, budget - sizes.fixed, notes)
+    slots = _slots(sizes, config, budget - sizes.fixed - blocks * sizes.block)
+    staging = min(MAX_STAGING, max(MIN_STAGING, slots // 8))
+    if slots >= sizes.experts + MIN_STAGING:
+        slots, staging = sizes.experts + MIN_STAGING, MIN_STAGING
+    left = free - sizes.fixed - blocks * sizes.block - slots * sizes.blob
+    host = _host_entries(sizes, config, slots - staging, left)
+    return MemoryPlan(
+        dense=sizes.dense,
+        workspace=sizes.workspace,
+        kv=blocks * sizes.block,
+        slots_bytes=slots * sizes.blob,
+        host_bytes=host * sizes.blob,
+        blocks=blocks,
+        block_size=config.block_size,
+        slots=slots,
+        staging=staging,
+        host_entries=host,
+        experts=sizes.experts,
+        max_model_len=length,
+        notes=tuple(notes),
+    )
+
+
+def dense_bytes(spec: ModelSpec, size: int) -> int:
+    """Bytes of everything that is not an expert."""
+    hidden = spec.hidden
+    total = spec.vocab_size * hidden * (1 if spec.tied_head else 2) + hidden
+    for layer in spec.layers:
+        attention = layer.attention
+        q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        total += (2 * q + 2 * kv) * hidden + 2 * hidden + q + 2 * kv
+        if layer.moe is None:
+            total += 3 * hidden * layer.intermediate
+        else:
+            total += layer.moe.experts * hidden
+    return total * size
+
+
+def workspace_bytes(spec: ModelSpec, tokens: int, size: int) -> int:
+    """Bytes of activations while `tokens` tokens sweep, the widest layer at a time."""
+    attention = spec.attention
+    heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+    width = 5 * spec.hidden + 2 * heads + 2 * spec.moe.experts
+    return tokens * width * size + 4 * spec.vocab_size * 64
+
+
+def kv_bytes_per_token(spec: ModelSpec, size: int) -> int:
+    """Bytes of keys and values of one token in all layers."""
+    return (
+        sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * size
+    )
+
+
+def free_memory() -> int:
+    """Bytes that this machine (or its control group) has left."""
+    info = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    free = int(info["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(free, 0)
+
+
+def _model_length(spec: ModelSpec, config: Config) -> int:
+    wanted = config.max_model_len or spec.max_positions
+    if wanted > spec.max_positions:
+        raise ConfigError(
+            f"--max-model-len is {wanted}, but the model knows only {spec.max_positions} positions",
+            param="max_model_len",
+        )
+    return wanted
+
+
+def _blocks_wanted(config: Config, length: int) -> int:
+    tokens = config.kv_cache_tokens
+    if tokens is None:  # every sequence at 2,048 tokens, or two of the longest
+        tokens = max(2 * length, config.max_num_seqs * min(length, 2048))
+    return -(-tokens // config.block_size)
+
+
+def _automatic_budget(sizes: _Sizes, config: Config, blocks: int) -> int:
+    """Room for everything that is wanted, or half of what is free; what flags fix counts whole."""
+    slots = config.expert_slots or sizes.experts + MIN_STAGING
+    wish = sizes.fixed + blocks * sizes.block + slots * sizes.blob
+    explicit = config.expert_slots is not None or config.kv_cache_tokens is not None
+    return min(wish, int(sizes.free * (1.0 if explicit else AUTO_SHARE)))
+
+
+def _blocks(
+    sizes: _Sizes, config: Config, wanted: int, length: int, left: int, notes: list[str]
+) -> tuple[int, int]:
+    """KV blocks and context length out of `left` bytes for KV and slots."""
+    most = (left - (config.expert_slots or MIN_STAGING) * sizes.blob) // sizes.block
+    longest = -(-length // config.block_size)
+    if most < 1:
+        _short(sizes.block - most * sizes.block, "--gpu-memory", "raise it")
+    if config.kv_cache_tokens is not None:
+        if wanted > most:
+            lack = (wanted - most) * sizes.block
+            _short(lack, "--kv-cache-tokens", "lower it or raise --gpu-memory")
+        return wanted, min(length, wanted * config.block_size)
+    # Half at most, unless all experts fit beside more; but one sequence of full length.
+    spare = left - (sizes.experts + MIN_STAGING) * sizes.blob
+    share = max(left // 2, spare) // sizes.block
+    blocks = min(wanted, most, max(share, longest))
+    if blocks < longest and config.max_model_len is not None:
+        lack = (longest - blocks) * sizes.block
+        _short(lack, "--gpu-memory", f"raise it or lower --max-model-len ({length})")
+    fits = blocks * config.block_size
+    if fits < length:
+        notes.append(f"context cut from {length} to {fits} tokens to fit memory")
+    return blocks, min(length, fits)
+
+
+def _slots(sizes: _Sizes, config: Config, left: int) -> int:
+    most = max(0, left) // sizes.blob
+    wanted = config.expert_slots
+    if wanted is None:
+        if most < MIN_STAGING:
+            lack = MIN_STAGING * sizes.blob - left
+            _short(lack, "--gpu-memory", "raise it or lower --kv-cache-tokens")
+        return min(sizes.experts + MIN_STAGING, most)
+    if wanted < MIN_STAGING:
+        raise ConfigError(
+            f"--expert-slots is {wanted}, the minimum is {MIN_STAGING}", param="expert_slots"
+        )
+    if wanted > most:
+        lack = wanted * sizes.blob - left
+        _short(lack, "--expert-slots", "lower it or raise --gpu-memory")
+    return wanted
+
+
+def _host_entries(sizes: _Sizes, config: Config, cached: int, left: int) -> int:
+    least = MIN_ARENA * sizes.blob
+    wanted = config.host_memory
+    if wanted is not None:
+        if wanted < least:
+            _short(least - wanted, "--host-memory", "raise it")
+        if wanted > left and sizes.experts * sizes.blob > left:
+            _short(wanted - left, "--host-memory", "lower it")
+        return max(MIN_ARENA, min(sizes.experts, wanted // sizes.blob))
+    if cached >= sizes.experts:  # slots hold them all; the arena is only passed through
+        return MIN_ARENA
+    return max(MIN_ARENA, min(sizes.experts, int(left * AUTO_SHARE) // sizes.blob))
+
+
+def _short(lack: int, flag: str, advice: str) -> None:
+    raise OutOfMemory(
+        f"memory does not suffice: {lack:,} bytes ({lack / 2**20:.1f} MiB) are missing; "
+        f"{flag}: {advice}",
+        param=flag.removeprefix("--").replace("-", "_"),
+    )

@@ -1,0 +1,88 @@
+"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder): reference transformers `qwen3_moe`."""
+
+from __future__ import annotations
+
+from moestro.engine.models.hf_config import HFConfig
+from moestro.engine.models.spec import (
+    AttentionSpec,
+    ExpertNames,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    QKNorm,
+    RouterDtype,
+    WeightNames,
+)
+from moestro.errors import ModelError
+
+_MLP = "model.layers.{l}.mlp."
+QWEN_NAMES = WeightNames(
+    router=(_MLP + "gate.weight",),
+    experts=(
+        ExpertNames(
+            each=(
+                _MLP + "experts.{e}.gate_proj.weight",
+                _MLP + "experts.{e}.up_proj.weight",
+                _MLP + "experts.{e}.down_proj.weight",
+            ),
+            packed=(_MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"),
+        ),
+    ),
+)
+
+
+def spec(config: HFConfig) -> ModelSpec:
+    """The model that a Qwen3-MoE config.json describes."""
+    hidden = config.number("hidden_size", 2048)
+    count = config.number("num_hidden_layers", 24)
+    heads = config.number("num_attention_heads", 32)
+    head_dim = config.number("head_dim", hidden // heads)
+    config.require("hidden_act", "silu")
+    windowed = config.flag("use_sliding_window", False)
+    window = config.number("sliding_window", 4096) if windowed else None
+    config.ignore("sliding_window", "layer_types", "max_window_layers")
+    if windowed and config.get("layer_types") and len(set(config.get("layer_types"))) > 1:
+        raise ModelError("config.json: layer_types mixes kinds of attention, which is not served")
+    bias = config.flag("attention_bias", False)
+    attention = AttentionSpec(
+        heads=heads,
+        kv_heads=config.number("num_key_value_heads", 4),
+        head_dim=head_dim,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=QKNorm.HEAD,
+        window=window,
+    )
+    moe = MoESpec(
+        experts=config.experts(128),
+        top_k=config.number("num_experts_per_tok", 8),
+        intermediate=config.number("moe_intermediate_size", 768),
+        renormalize=config.flag("norm_topk_prob", False),
+        router_dtype=RouterDtype.MODEL,
+    )
+    return ModelSpec(
+        family="qwen3_moe",
+        vocab_size=config.number("vocab_size", 151936),
+        hidden=hidden,
+        norm_eps=config.real("rms_norm_eps", 1e-6),
+        max_positions=config.number("max_position_embeddings", 32768),
+        tied_head=config.flag("tie_word_embeddings", False),
+        rope=config.rope(head_dim, 10000.0),
+        layers=_layers(config, count, attention, moe),
+        names=QWEN_NAMES,
+        dtype=config.dtype(),
+    )
+
+
+def _layers(
+    config: HFConfig, count: int, attention: AttentionSpec, moe: MoESpec
+) -> tuple[LayerSpec, ...]:
+    dense_only = set(config.get("mlp_only_layers", []))
+    every = config.number("decoder_sparse_step", 1)
+    width = config.number("intermediate_size", 6144)
+    return tuple(
+        LayerSpec(attention, moe)
+        if layer not in dense_only and (layer + 1) % every == 0
+        else LayerSpec(attention, None, width)
+        for layer in range(count)
+    )

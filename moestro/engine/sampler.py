@@ -1,0 +1,187 @@
+"""From logits to tokens, each row by its own parameters.
+
+Owns: penalties, filters, the random numbers and log-probabilities. The random number of output
+position p is a hash of (seed, p), so batch neighbours and preemption change nothing. Order of
+edits: logit_bias and bans, repetition penalty, frequency and presence penalty, temperature,
+min_p, top_k, top_p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from moestro.scheduler.plan import Sampled
+from moestro.types import Request, SamplingParams, TokenLogprobs
+
+_MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in (0, 1) that depends on (seed, position) alone (SplitMix64, Steele 2014)."""
+    z = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & _MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & _MASK
+    z ^= z >> 31
+    return ((z >> 11) + 0.5) / (1 << 53)
+
+
+class Row:
+    """What the sampler keeps for one sequence: its parameters and the tokens it has seen."""
+
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        params = request.sampling
+        self.params = params
+        self.greedy = params.temperature == 0.0
+        self.edits = bool(params.logit_bias) or _penalises(params)
+        self._stops = torch.tensor([*params.eos_token_ids, *params.stop_token_ids]).long()
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias)).long()
+            self._bias = ids, torch.tensor(list(params.logit_bias.values()))
+        self._counts: torch.Tensor | None = None  # [vocab] outputs so far
+        self._seen: torch.Tensor | None = None  # [vocab] bool, prompt and outputs
+        if _penalises(params):
+            self._counts = torch.zeros(vocab_size)
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[list(request.prompt)] = True
+        for token in request.generated:
+            self.record(token)
+
+    def banned(self, index: int) -> bool:
+        """Whether output `index` must not end the sequence."""
+        return index < self.params.min_tokens and len(self._stops) > 0
+
+    def edit(self, logits: torch.Tensor, index: int) -> None:
+        """Apply bias, bans and penalties to one row [vocab] in place."""
+        params = self.params
+        if self._bias is not None:
+            logits.index_add_(0, *self._bias)
+        if self.banned(index):
+            logits[self._stops] = -math.inf
+        if self._counts is None or self._seen is None:
+            return
+        if params.repetition_penalty != 1.0:
+            factor = params.repetition_penalty
+            scaled = torch.where(logits > 0, logits / factor, logits * factor)
+            torch.where(self._seen, scaled, logits, out=logits)
+        logits -= params.frequency_penalty * self._counts
+        logits -= params.presence_penalty * (self._counts > 0)
+
+    def record(self, token: int) -> None:
+        """This token was chosen."""
+        if self._counts is not None and self._seen is not None:
+            self._counts[token] += 1
+            self._seen[token] = True
+
+
+def _penalises(params: SamplingParams) -> bool:
+    neutral = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    return neutral != (0.0, 0.0, 1.0)
+
+
+class Sampler:
+    """Chooses tokens for the rows of a step."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab = vocab_size
+        self._rows: dict[str, Row] = {}
+
+    def add(self, request: Request) -> None:
+        """A new sequence."""
+        self._rows[request.id] = Row(request, self._vocab)
+
+    def forget(self, id: str) -> None:
+        """The sequence is gone."""
+        self._rows.pop(id, None)
+
+    def params(self, id: str) -> SamplingParams:
+        """The parameters of a known sequence."""
+        return self._rows[id].params
+
+    def sample(
+        self, ids: Sequence[str], indexes: Sequence[int], logits: torch.Tensor
+    ) -> list[Sampled]:
+        """One token a row. logits [B, vocab] float32 (may be overwritten); `indexes` are the
+        numbers of outputs sampled before. A row whose logits are not finite gets an error."""
+        rows = [self._rows[id] for id in ids]
+        best, greedy = logits.max(-1)
+        finite = torch.isfinite(best).tolist()
+        logprobs = self._logprobs(rows, logits)
+        tokens = greedy.tolist()
+        edited = [i for i, row in enumerate(rows) if row.edits or row.banned(indexes[i])]
+        for i in edited:
+            rows[i].edit(logits[i], indexes[i])
+            tokens[i] = int(logits[i].argmax())
+        drawn = [i for i, row in enumerate(rows) if not row.greedy and finite[i]]
+        if drawn:
+            chosen = draw(
+                logits[drawn],
+                [rows[i].params for i in drawn],
+                [uniform(rows[i].params.seed, indexes[i]) for i in drawn],
+            )
+            for i, token in zip(drawn, chosen, strict=True):
+                tokens[i] = token
+        return [
+            self._result(id, row, tokens[i], finite[i], None if logprobs is None else logprobs[i])
+            for i, (id, row) in enumerate(zip(ids, rows, strict=True))
+        ]
+
+    def _logprobs(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor | None:
+        if all(row.params.logprobs is None for row in rows):
+            return None
+        return torch.log_softmax(logits, -1)
+
+    def _result(
+        self, id: str, row: Row, token: int, finite: bool, logprobs: torch.Tensor | None
+    ) -> Sampled:
+        if not finite:
+            return Sampled(id, 0, error="the model's output is not a finite number")
+        row.record(token)
+        wanted = row.params.logprobs
+        if wanted is None or logprobs is None:
+            return Sampled(id, token)
+        return Sampled(id, token, token_logprobs(logprobs, token, wanted))
+
+
+def token_logprobs(logprobs: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    """One position's report from log-probabilities [vocab]."""
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        values, ids = logprobs.topk(min(count, len(logprobs)))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token, float(logprobs[token]), top)
+
+
+def draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]
+) -> list[int]:
+    """Sample each row of logits [R, vocab] by inverse cumulative probability at numbers[r]."""
+    heat = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+    scaled = logits - logits.max(-1, keepdim=True).values
+    probs = torch.softmax(scaled.double() / heat[:, None].double(), -1)
+    probs = _filter(probs, params)
+    cumulative = probs.cumsum(-1)
+    targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    last = logits.shape[-1] - 1
+    return [min(token, last) for token in found.tolist()]
+
+
+def _filter(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Zero what min_p, top_k and top_p leave out; the best token always stays."""
+    if any(p.min_p > 0 for p in params):
+        floor = torch.tensor([p.min_p for p in params], dtype=probs.dtype)[:, None]
+        probs = probs.masked_fill(probs < floor * probs.max(-1, keepdim=True).values, 0.0)
+    if all(p.top_k == 0 and p.top_p >= 1.0 for p in params):
+        return probs
+    ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    vocab = probs.shape[-1]
+    counts = torch.tensor([p.top_k or vocab for p in params])[:, None]
+    ranked = ranked.masked_fill(torch.arange(vocab)[None, :] >= counts, 0.0)
+    share = torch.tensor([p.top_p for p in params], dtype=probs.dtype)[:, None]
+    before = ranked.cumsum(-1) - ranked
+    ranked = ranked.masked_fill(before >= share * ranked.sum(-1, keepdim=True), 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ranked)

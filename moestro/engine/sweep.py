@@ -1,0 +1,174 @@
+"""A sweep: prompt tokens travelling up the layers, a bounded piece of work at a time.
+
+Owns: the state of one sweep between pieces. Between any two pieces the engine may run a decode
+step, so nothing is leased while a sweep rests, and a dropped segment never writes KV again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from moestro.engine.batch import Segment, build_segment, cat_rows
+from moestro.engine.experts import ExpertExecutor
+from moestro.engine.models.decoder import Decoder, DecoderLayer
+from moestro.kernels import reference as ops
+from moestro.kv_cache.storage import KVStorage, LayerKV
+from moestro.scheduler.plan import SweepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How many rows make one piece of each kind, from a number of FLOPs per piece."""
+
+    flops: float
+    hidden: int
+
+    def rows(self, width: int) -> int:
+        """Rows of a projection from `hidden` to `width`."""
+        return max(16, int(self.flops / (2.0 * self.hidden * max(width, 1))))
+
+    def queries(self, keys: int, heads: int, head_dim: int) -> int:
+        """Queries over `keys` keys."""
+        return max(8, int(self.flops / (4.0 * max(keys, 1) * heads * head_dim)))
+
+
+class Sweep:
+    """Runs one `SweepPlan`. Call `advance` until it says that it is finished."""
+
+    def __init__(
+        self,
+        plan: SweepPlan,
+        decoder: Decoder,
+        kv: KVStorage,
+        experts: ExpertExecutor,
+        piece_flops: float,
+    ) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._experts = experts
+        self._pieces = Pieces(piece_flops, decoder.spec.hidden)
+        self.segments = [
+            build_segment(row, kv.block_size, kv.layers, decoder.inverse) for row in plan.rows
+        ]
+        self._x = decoder.embed(cat_rows([segment.tokens for segment in self.segments]))
+        self._work = self._run()
+
+    def advance(self) -> bool:
+        """Do one piece; True when the sweep has reached the top."""
+        return next(self._work, _DONE) is _DONE
+
+    def drop(self, id: str) -> None:
+        """This sequence left: its segment writes nothing from now on."""
+        for segment in self.segments:
+            if segment.row.id == id:
+                segment.alive = False
+
+    def top(self) -> list[tuple[Segment, torch.Tensor]]:
+        """After the last piece: each live segment with its hidden rows [length, hidden]."""
+        parts = self._x.split_with_sizes([segment.length for segment in self.segments])
+        return [
+            (segment, part)
+            for segment, part in zip(self.segments, parts, strict=True)
+            if segment.alive
+        ]
+
+    def _run(self) -> Iterator[None]:
+        for index, layer in enumerate(self._decoder.layers):
+            self._compact()
+            if not self.segments:
+                return
+            yield from self._attention(layer, self._kv.view(index))
+            yield from self._feed_forward(layer)
+
+    def _compact(self) -> None:
+        """Forget the rows of dropped segments."""
+        if all(segment.alive for segment in self.segments):
+            return
+        kept = self.top()
+        self.segments = [segment for segment, _ in kept]
+        self._x = cat_rows([part for _, part in kept]) if kept else self._x[:0]
+
+    def _attention(self, layer: DecoderLayer, kv: LayerKV) -> Iterator[None]:
+        x = torch.empty_like(self._x)
+        lo = 0
+        for segment in self.segments:
+            rows = slice(lo, lo + segment.length)
+            yield from self._attend(layer, kv, segment, self._x[rows], x[rows])
+            lo += segment.length
+        self._x = x
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        kv: LayerKV,
+        segment: Segment,
+        x: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Iterator[None]:
+        """One segment's attention, residual included, into `out`."""
+        attention, spec = layer.attention, layer.attention.spec
+        parts = []
+        size = self._pieces.rows((spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+        for lo in range(0, segment.length, size):
+            hi = min(lo + size, segment.length)
+            normed = layer.input_norm(x[lo:hi])
+            parts.append(attention.project(normed, segment.cos[lo:hi], segment.sin[lo:hi]))
+            if not segment.alive:
+                out.zero_()
+                return
+            attention.write(parts[-1], segment, kv, lo)
+            yield
+        if not segment.alive:
+            out.zero_()
+            return
+        heads = cat_rows(parts)
+        keys, values = self._keys_values(heads, segment, kv, spec.heads)
+        lo = 0
+        while lo < segment.length:
+            start = segment.row.start + lo
+            hi = lo + self._pieces.queries(start + 1, spec.heads, spec.head_dim)
+            hi = min(hi, segment.length)
+            q = heads[lo:hi, : spec.heads]
+            mixed = ops.sweep_attention(q, keys, values, start, spec.window, spec.scale)
+            out[lo:hi] = attention.output(mixed, x[lo:hi])
+            lo = hi
+            yield
+
+    def _keys_values(
+        self, heads: torch.Tensor, segment: Segment, kv: LayerKV, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a segment from position 0: [positions, kv_heads, head_dim]."""
+        if segment.row.start == 0:
+            keys, values = heads[:, first:].chunk(2, 1)
+            return keys, values
+        both = kv.gather(segment.table)[: segment.end]
+        return both[:, 0], both[:, 1]
+
+    def _feed_forward(self, layer: DecoderLayer) -> Iterator[None]:
+        x = self._x
+        if layer.spec.moe is None:
+            size = self._pieces.rows(3 * layer.spec.intermediate)
+            for lo in range(0, len(x), size):
+                x[lo : lo + size] += layer.dense(layer.post_norm(x[lo : lo + size]))
+                yield
+            return
+        normed, weights, ids = [], [], []
+        size = self._pieces.rows(layer.spec.moe.experts)
+        for lo in range(0, len(x), size):
+            normed.append(layer.post_norm(x[lo : lo + size]))
+            share, chosen = layer.route(normed[-1])
+            weights.append(share)
+            ids.append(chosen)
+            yield
+        out = torch.zeros_like(x)
+        names = [segment.row.id for segment in self.segments for _ in range(segment.length)]
+        yield from self._experts.pieces(
+            layer.ordinal, cat_rows(normed), cat_rows(weights), cat_rows(ids), names, out
+        )
+        x += out
+
+
+_DONE = object()

@@ -1,0 +1,38 @@
+"""Host memory for experts: one mapping, cut into blobs.
+
+Owns: the bytes and, through `ArenaTable`, who may write them. Does not read disks or decide what
+is worth keeping beyond the table's order. The mapping is anonymous: only entries that have been
+filled count as used memory, and never more than `capacity * layout.nbytes`.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from moestro.expert_cache.arena_table import ArenaTable
+from moestro.expert_cache.layout import ExpertLayout
+
+HUGE_PAGES_FROM = 256 << 20  # bytes; below it, rounding to 2 MiB pages costs more than it saves
+
+
+class HostArena:
+    """`capacity` blobs of host memory. At least 2, so that one is filled while one is copied."""
+
+    def __init__(self, layout: ExpertLayout, capacity: int) -> None:
+        self.table = ArenaTable(capacity)
+        self.nbytes = capacity * layout.nbytes
+        mapping = mmap.mmap(-1, self.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self.nbytes >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        # The array keeps the mapping alive; it is unmapped when the last view is gone.
+        self._blobs: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8).reshape(
+            capacity, layout.nbytes
+        )
+
+    def blob(self, entry: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one entry, [nbytes]. Write only while holding its lease."""
+        blob: npt.NDArray[np.uint8] = self._blobs[entry]
+        return blob

@@ -1,0 +1,117 @@
+"""Which expert sits in which entry of the host arena, as numbers.
+
+Owns: the map, the leases on entries, and the order in which entries leave. Does not own the
+memory (`arena.HostArena` does). No torch. One thread uses it.
+
+Order of leaving: an expert that also sits in a slot goes first (its copy here is redundant),
+least recently used first among equals. A leased entry (being filled or copied from) never leaves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from moestro.errors import ConfigError
+
+
+class Claim(NamedTuple):
+    """A leased entry. `filled` says whether it holds the expert already."""
+
+    entry: int
+    filled: bool
+
+
+class ArenaTable:
+    """Bookkeeping of `capacity` entries; as many can be leased at once, so that is its minimum."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ConfigError(f"the host arena holds {capacity} experts; it needs at least 1")
+        self.capacity = capacity
+        self._entry: dict[int, int] = {}  # key -> entry
+        self._leases: dict[int, int] = {}  # key -> open leases, at least 1
+        self._shadowed: set[int] = set()  # keys that also sit in a slot, here or not
+        # Unleased keys, least recently used first. Each key is in exactly one of the two.
+        self._redundant: OrderedDict[int, None] = OrderedDict()
+        self._needed: OrderedDict[int, None] = OrderedDict()
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._entry)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._entry
+
+    def keys(self) -> list[int]:
+        """Experts held, in no particular order."""
+        return list(self._entry)
+
+    @property
+    def leased(self) -> int:
+        """Entries with an open lease."""
+        return len(self._leases)
+
+    @property
+    def only_here(self) -> int:
+        """Entries whose expert sits in no slot."""
+        return sum(key not in self._shadowed for key in self._entry)
+
+    def lease(self, key: int) -> Claim | None:
+        """Lease the entry of `key`, making room when it has none; None when all are leased."""
+        entry = self._entry.get(key)
+        if entry is not None:
+            self._queue(key).pop(key, None)
+            self._leases[key] = self._leases.get(key, 0) + 1
+            return Claim(entry, True)
+        if not self._free and not self._evict():
+            return None
+        entry = self._free.pop()
+        self._entry[key] = entry
+        self._leases[key] = 1
+        return Claim(entry, False)
+
+    def release(self, key: int, *, filled: bool) -> None:
+        """Close one lease. `filled=False`: the entry was never filled, forget it."""
+        left = self._leases[key] - 1
+        if left:
+            self._leases[key] = left
+            return
+        del self._leases[key]
+        if filled:
+            self._queue(key)[key] = None
+        else:
+            self._free.append(self._entry.pop(key))
+
+    def shadow(self, key: int, in_slot: bool) -> None:
+        """Tell whether `key` sits in a slot now."""
+        before = self._queue(key)
+        (self._shadowed.add if in_slot else self._shadowed.discard)(key)
+        if key in before:
+            del before[key]
+            self._queue(key)[key] = None
+
+    def check(self) -> None:
+        """Raise AssertionError unless map, queues and free list agree and nothing is leased."""
+        assert not self._leases, f"{len(self._leases)} arena entries are still leased"
+        entries = sorted([*self._entry.values(), *self._free])
+        assert entries == list(range(self.capacity)), "entries used + free != capacity"
+        queued = [*self._redundant, *self._needed]
+        assert sorted(queued) == sorted(self._entry), "a key is in no queue, or in two"
+        assert self._shadowed.issuperset(self._redundant), "redundant, but in no slot"
+        assert self._shadowed.isdisjoint(self._needed), "needed, but in a slot"
+
+    def check_shadows(self, in_slots: set[int]) -> None:
+        """Raise AssertionError unless exactly `in_slots` are known to sit in slots."""
+        assert self._shadowed == in_slots, "the arena has a wrong idea of what is in slots"
+
+    def _queue(self, key: int) -> OrderedDict[int, None]:
+        return self._redundant if key in self._shadowed else self._needed
+
+    def _evict(self) -> bool:
+        queue = self._redundant or self._needed
+        if not queue:
+            return False
+        key, _ = queue.popitem(last=False)
+        self._free.append(self._entry.pop(key))
+        return True

@@ -1,0 +1,53 @@
+"""What a replacement policy is: it hears of every use and says what should leave first.
+
+Owns: the interface, and nothing that acts. `residency` asks and decides, `policies` answer.
+No torch. A key is `layer * experts + expert`; the clock counts passes over the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.integer[Any]]
+Floats = npt.NDArray[np.floating[Any]]
+
+
+class Policy(Protocol):
+    """One instance serves one model. Every method is deterministic and called by one thread."""
+
+    name: str
+    wants_sequences: bool = False  # `observe` and `finish` are called
+    wants_gates: bool = False  # `touch` gets gate probabilities
+
+    def touch(
+        self, layer: int, experts: Ints, counts: Ints, gates: Floats | None, clock: int
+    ) -> None:
+        """These distinct experts of `layer` are used now, resident or not.
+
+        `counts` are the tokens of each, at least 1. `gates`, when known, is the probability that
+        the router gave each one, averaged over all tokens of the step. Costs microseconds.
+        """
+
+    def rank(self, keys: Ints, clock: int) -> Ints:
+        """The order in which `keys` should leave: indices into it, first leaves first."""
+
+    def admit(self, key: int, victim: int | None, clock: int) -> bool:
+        """Whether `key`, just fetched, deserves the slot of `victim` (None: a free slot)."""
+        return True
+
+    def observe(self, sequences: Sequence[str], layer: int, ids: Ints, row_of: Ints) -> None:
+        """Routing of one layer, ids [rows, top_k]; row t is of `sequences[row_of[t]]`."""
+
+    def finish(self, sequence: str) -> None:
+        """No more rows of this sequence will come. Harmless for one that was never seen."""
+
+    def save(self, path: Path) -> None:
+        """Write what was learned to a file, whole or not at all."""
+
+    def load(self, path: Path) -> None:
+        """Take what an earlier run saved. ConfigError when the file is not for this model."""

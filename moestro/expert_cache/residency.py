@@ -1,0 +1,153 @@
+"""Decides which experts stay in slots. Used by the cache and by the replay of traces alike.
+
+Owns: the clock, the admission rules, and the slot table that they act on. Does not own memory,
+transfers or what a policy has learned. No torch. One thread uses it.
+
+**Admission.** A missing expert takes a free slot if there is one. Otherwise it takes the slot of
+the first victim in the policy's order, if the policy admits it, among the slots that hold an
+expert which this layer does not want and nobody has pinned. Two rules hold whatever the policy:
+
+1. *Crowded*: when the last pass over the layers, or the present one so far, wants more experts
+   than there are slots, an expert used in either of these two passes is no victim. A working set
+   that cannot fit thus keeps the part of it that is resident (a cyclic scan of W experts over C
+   slots hits C / W, where plain LRU hits nothing), while experts that fell out of use are still
+   replaced.
+2. *Sweep*: prompt tokens want most experts of every layer once. Whatever rule 1 says, experts of
+   these two passes are no victims, and each layer admits at most its share of the slots, busiest
+   experts first. A prompt thus neither flushes the decode working set nor fills the slots with
+   the first layers only, and what it does admit is what its own routing used most.
+
+What is not admitted goes through a staging slot and is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from moestro.errors import ConfigError
+from moestro.expert_cache.policy import Floats, Ints, Policy
+from moestro.expert_cache.slot_table import SlotTable
+
+Kind = Literal["decode", "sweep"]
+
+STAGE = -1  # in place of a slot: not admitted
+NOBODY = -1  # in place of a key: nobody was evicted
+
+_IDLE = 2  # passes; an expert used more recently is no victim under rules 1 and 2
+_NEVER = -(1 << 40)
+
+
+class Placement(NamedTuple):
+    """Where one missing expert goes: a reserved cache slot, or `STAGE`."""
+
+    expert: int
+    key: int
+    slot: int
+    evicted: int  # key that left the slot, or NOBODY
+
+
+class Residency:
+    """Slots of all layers, shared, under one policy."""
+
+    def __init__(self, layers: int, experts: int, slots: int, staging: int, policy: Policy) -> None:
+        if layers < 1 or experts < 1:
+            raise ConfigError(f"{layers} layers of {experts} experts leave nothing to cache")
+        self.layers = layers
+        self.experts = experts
+        self.policy = policy
+        self.table = SlotTable(layers, experts, slots, staging)
+        self.clock = 0
+        self.evictions = 0
+        self._share = -(-self.table.cache_slots // layers)
+        self._sweeping = False
+        self._used = np.full(layers * experts, _NEVER, np.int64)  # pass of the last use
+        self._used_rows = tuple(self._used.reshape(layers, experts))
+        self._visited = [_NEVER] * layers  # pass of the last visit
+        self._wanted = 0  # distinct experts in this pass, so far
+        self._wanted_before = 0  # and in the one before
+
+    @property
+    def crowded(self) -> bool:
+        """Rule 1 holds."""
+        return max(self._wanted, self._wanted_before) > self.table.cache_slots
+
+    def begin_pass(self, kind: Kind = "decode", *, resumed: bool = False) -> None:
+        """A new pass over the layers starts, or an interrupted one goes on (`resumed`)."""
+        self._sweeping = kind == "sweep"
+        if not resumed:
+            self.clock += 1
+            self._wanted_before = self._wanted
+            self._wanted = 0
+
+    def want(self, layer: int, counts: Ints, gates: Floats | None) -> tuple[Ints, Ints]:
+        """Record that a layer uses the experts with a count; returns them and their slots.
+
+        `counts` and `gates` are [experts]. A slot below 0 is a miss, to be given to `place`.
+        """
+        experts = counts.nonzero()[0]
+        used = self._used_rows[layer]
+        clock = self.clock
+        if self._visited[layer] == clock:
+            self._wanted += int(np.count_nonzero(used[experts] != clock))
+        else:
+            self._visited[layer] = clock
+            self._wanted += len(experts)
+        used[experts] = clock
+        shares = None if gates is None else gates[experts]
+        self.policy.touch(layer, experts, counts[experts], shares, clock)
+        return experts, self.table.rows[layer][experts]
+
+    def place(self, layer: int, missing: Ints, counts: Ints) -> list[Placement]:
+        """Reserve a slot for each missing expert that is admitted, busiest first.
+
+        The slots of the other experts that this layer wants must be pinned before.
+        """
+        share = self._share if self._sweeping else len(missing)
+        victims: deque[int] | None = None
+        placements = []
+        for expert in missing[np.argsort(-counts[missing], kind="stable")].tolist():
+            key = layer * self.experts + expert
+            slot, evicted = STAGE, NOBODY
+            if share > 0:
+                free = self.table.reserve()
+                if free is not None:
+                    slot = free
+                else:
+                    victims = self._victims(len(missing)) if victims is None else victims
+                    slot, evicted = self._displace(key, victims)
+            share -= slot != STAGE
+            placements.append(Placement(expert, key, slot, evicted))
+        return placements
+
+    def preferred(self) -> Ints:
+        """All keys, those most worth having first: the order in which to fill empty tiers.
+
+        Where the policy has no preference, layers take turns.
+        """
+        keys = np.arange(self.layers * self.experts).reshape(self.layers, self.experts).T.ravel()
+        return keys[::-1][self.policy.rank(keys[::-1], self.clock)][::-1]
+
+    def _victims(self, most: int) -> deque[int]:
+        """Slots that may be taken, first to leave first."""
+        slots = self.table.evictable()
+        keys = self.table.owner[slots]
+        if self._sweeping or self.crowded:
+            idle = self.clock - self._used[keys] >= _IDLE
+            slots, keys = slots[idle], keys[idle]
+        if not len(slots):
+            return deque()
+        return deque(slots[self.policy.rank(keys, self.clock)[:most]].tolist())
+
+    def _displace(self, key: int, victims: deque[int]) -> tuple[int, int]:
+        """Take the first victim's slot, if the policy finds `key` more worthy."""
+        if not victims:
+            return STAGE, NOBODY
+        slot = victims[0]
+        if not self.policy.admit(key, int(self.table.owner[slot]), self.clock):
+            return STAGE, NOBODY
+        victims.popleft()
+        self.evictions += 1
+        return slot, self.table.evict(slot)

@@ -1,0 +1,1 @@
+"""Arithmetic on tensors. Knows nothing of requests, caches or checkpoints."""

@@ -1,0 +1,140 @@
+"""The plain torch meaning of every op, and what a machine without a GPU runs.
+
+Owns: what each op computes, in which order and dtype; faster candidates are tested against this.
+Shapes: T tokens, B sequences, h query heads, g kv heads, d head dimension, E experts, k chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension; statistics in float32, weight applied after
+    rounding to the input's dtype (arXiv 1910.07467, order as in transformers' Llama)."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over d with one weight row per head: x [T, heads, d], weight [heads, d]."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rope_tables(
+    positions: torch.Tensor, inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sign-folded sin, [T, 1, d]: the first half of sin is negated, so that rotation is
+    x * cos + roll(x, d / 2) * sin (half-split layout of arXiv 2104.09864 as Llama lays it out)."""
+    angles = positions.to(torch.float32)[:, None] * inverse[None, :]
+    sin = angles.sin()
+    return torch.cat((angles.cos(),) * 2, -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [T, heads, d] by the tables of `rope_tables`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def softmax_topk(
+    logits: torch.Tensor, k: int, renormalize: bool, out: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router: softmax over all experts in float32, the k best, maybe scaled to sum 1, cast last.
+
+    logits [T, E] -> weights [T, k] in `out`, ids [T, k] int64.
+    """
+    weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), k, -1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(out), ids
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for gate_up [T, 2I] = [gate | up] (arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def decode_attention(
+    q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One query a sequence over its own KV.
+
+    q [B, h, d]; kv [B, S, 2, g, d]; visible bool [B, 1, 1, S], True where a position is seen.
+    Returns [B, h * d]. The h / g queries that share a kv head are the rows of one small matrix.
+    """
+    batch, heads, dim = q.shape
+    kv_heads = kv.shape[3]
+    keys, values = kv.select(2, 0).transpose(1, 2), kv.select(2, 1).transpose(1, 2)
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
+    return out.reshape(batch, heads * dim)
+
+
+def sweep_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of queries at positions start, start + 1, ... over all keys from position 0.
+
+    q [T, h, d]; keys, values [S, g, d] with S >= start + T. Returns [T, h * d].
+    """
+    rows = q.shape[0]
+    end = start + rows
+    first = 0 if window is None else max(0, start - window + 1)
+    keys, values = keys[first:end], values[first:end]
+    at = torch.arange(start, end, device=q.device)[:, None]
+    seen = torch.arange(first, end, device=q.device)[None, :]
+    mask = seen <= at
+    if window is not None:
+        mask &= seen > at - window
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != keys.shape[1],
+    )
+    return out[0].transpose(0, 1).reshape(rows, -1)
+
+
+def grouped_experts(
+    rows: torch.Tensor,
+    sizes: list[int],
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Gated MLP of several experts: rows [R, H] sorted by expert, `sizes` rows for each.
+
+    gate_up[i] [H, 2I] and down[i] [I, H], transposed views of the stored matrices, belong to the
+    i-th group. Returns [R, H].
+    """
+    wide = rows.new_empty(rows.shape[0], gate_up[0].shape[1])
+    _each_mm(rows, sizes, gate_up, wide)
+    inner = swiglu(wide)
+    result = torch.empty_like(rows)
+    _each_mm(inner, sizes, down, result)
+    return result
+
+
+def _each_mm(
+    rows: torch.Tensor, sizes: list[int], weights: Sequence[torch.Tensor], out: torch.Tensor
+) -> None:
+    parts = zip(rows.split_with_sizes(sizes), weights, out.split_with_sizes(sizes), strict=True)
+    for x, weight, y in parts:
+        torch.mm(x, weight, out=y)

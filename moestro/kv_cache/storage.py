@@ -1,0 +1,75 @@
+"""The KV pool's memory and the views that layers get.
+
+Owns: one tensor for all layers, block-major so that whole blocks can later be given back. Does
+not own: which block belongs to whom (`kv_cache.manager`).
+
+A *row* is one block of one layer: row = block * layers + layer. Steps carry rows of layer 0, and
+a view adds its layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class LayerKV:
+    """One layer's part of the pool."""
+
+    def __init__(self, pool: torch.Tensor, layer: int) -> None:
+        blocks, layers, self._size, _, heads, dim = pool.shape
+        self._layer = layer
+        self._shape = (2, heads, dim)
+        self._rows = pool.view(blocks * layers, -1)
+        self._tokens = pool.view(blocks * layers * self._size, -1)
+
+    def write(self, places: torch.Tensor, new: torch.Tensor) -> None:
+        """Store new [T, 2, kv_heads, head_dim] at `places` [T] = row of layer 0 * block_size +
+        offset in the block."""
+        where = places + self._layer * self._size
+        self._tokens.index_copy_(0, where, new.reshape(new.shape[0], -1))
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copy of the blocks at `rows` [..., n] (rows of layer 0), laid end to end:
+        [..., n * block_size, 2, kv_heads, head_dim]."""
+        found = self._rows.index_select(0, (rows + self._layer).view(-1))
+        return found.view(*rows.shape[:-1], rows.shape[-1] * self._size, *self._shape)
+
+
+class KVStorage:
+    """Memory of the KV pool: [blocks, layers, block_size, 2, kv_heads, head_dim].
+
+    Blocks never written hold zeros, so that a masked position multiplies to zero and not to NaN.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: int,
+        layers: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (blocks, layers, block_size, 2, kv_heads, head_dim)
+        self._pool = torch.zeros(shape, dtype=dtype)
+        self.block_size = block_size
+        self.layers = layers
+        self._views = [LayerKV(self._pool, layer) for layer in range(layers)]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the pool."""
+        return self._pool.nbytes
+
+    def view(self, layer: int) -> LayerKV:
+        """What layer number `layer` may see."""
+        return self._views[layer]
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Replace what is not finite, before somebody else gets these blocks: a masked NaN is
+        still a NaN. Finite contents, such as a shared prefix, stay as they are."""
+        rows = list(blocks)
+        self._pool[rows] = torch.nan_to_num(self._pool[rows], nan=0.0, posinf=0.0, neginf=0.0)

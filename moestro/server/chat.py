@@ -1,0 +1,105 @@
+"""POST /v1/chat/completions, up to admission. Owns: what is particular to chat in a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moestro.errors import InvalidRequest
+from moestro.server.call import Call, Draft, Prompt, check_shape, draft_of, make_call, output_of
+from moestro.server.refusals import REFUSED_CHAT, check_extra
+from moestro.server.sampling import build, choices, stop_rules, whole
+from moestro.server.schema import ChatRequest, TokenizeRequest, validate
+from moestro.server.service import Service
+from moestro.server.settings import ServerSettings
+from moestro.server.template import RenderOptions
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+async def prepare_chat(service: Service, body: dict[str, Any], arrived: float) -> Call:
+    """Return the call that a request body asks for. Raises `InvalidRequest` and its kin."""
+    request = validate(ChatRequest, body)
+    check_extra(request.model_extra or {}, REFUSED_CHAT, service.unknown)
+    model = service.model_name(request.model)
+    draft = _draft(request, service)
+    options = render_options(request, service.settings, effort_variables(request))
+    rendered = await service.text.render(
+        request.messages, options, service.settings.template_timeout
+    )
+    ids = await service.text.encode(rendered, special=bool(request.add_special_tokens))
+    return make_call(
+        draft,
+        [Prompt(ids)],
+        prefix="chatcmpl-",
+        model=model,
+        max_model_len=service.info().max_model_len,
+        arrived=arrived,
+    )
+
+
+def _draft(request: ChatRequest, service: Service) -> Draft:
+    settings = service.settings
+    check_shape(request)
+    stops = stop_rules(request, settings)
+    top = _top_logprobs(request, settings.max_logprobs)
+    params = build(request, settings.defaults, service.vocabulary())
+    return draft_of(
+        request,
+        replace(params, logprobs=top),
+        asked=_asked(request),
+        n=choices(request, settings),
+        output=replace(
+            output_of(request, stops),
+            logprobs=top,
+            continuing=bool(request.continue_final_message),
+        ),
+    )
+
+
+def _asked(request: ChatRequest) -> int | None:
+    """Return the caller's limit, or None for the rest of the context."""
+    if request.max_completion_tokens is not None:
+        return whole("max_completion_tokens", request.max_completion_tokens, 0, 1, None)
+    if request.max_tokens is not None:
+        return whole("max_tokens", request.max_tokens, 0, 1, None)
+    return None
+
+
+def _top_logprobs(request: ChatRequest, most: int) -> int | None:
+    top = whole("top_logprobs", request.top_logprobs, 0, 0, most)
+    if request.logprobs:
+        return top
+    if top:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+    return None
+
+
+def effort_variables(request: ChatRequest) -> dict[str, Any]:
+    """Return what `reasoning_effort` tells the template; the templates know two names for it."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidRequest(
+            f"'reasoning_effort' must be one of {', '.join(EFFORTS)}.", param="reasoning_effort"
+        )
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def render_options(
+    request: ChatRequest | TokenizeRequest,
+    settings: ServerSettings,
+    variables: Mapping[str, Any],
+) -> RenderOptions:
+    """Return how to render: the server's template variables under the request's own."""
+    return RenderOptions(
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables={
+            **settings.chat_template_kwargs,
+            **variables,
+            **(request.chat_template_kwargs or {}),
+        },
+    )

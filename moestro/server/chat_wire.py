@@ -1,0 +1,103 @@
+"""Chat completions on the wire. Owns: the chunks and the body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moestro.server.call import Call
+from moestro.server.choice import Piece
+from moestro.server.generation import Generation
+from moestro.server.logprobs import Speller, chat_logprobs
+from moestro.server.reply import usage_json, usage_suffix
+from moestro.server.tokenizer import Tokenizer
+from moestro.server.wire import dump, quote
+
+
+class ChatWire:
+    """Spells one chat call. What all chunks share is put together once."""
+
+    def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
+        self._call = call
+        self._output = call.output
+        self._speller = Speller(tokenizer, call.output.ids_as_tokens)
+        self._head = (
+            f'data: {{"id":{quote(call.id)},"object":"chat.completion.chunk",'
+            f'"created":{call.created},"model":{quote(call.model)},"choices":['
+        )
+
+    def first(self, generation: Generation, index: int) -> str:
+        """Return the role chunk; the very first one also brings the prompt's ids when asked."""
+        choice = (
+            f'{{"index":{index},"delta":{{"role":"assistant","content":""}},'
+            f'"logprobs":null,"finish_reason":null}}]'
+        )
+        ids = ""
+        if index == 0 and self._output.token_ids:
+            ids = f',"prompt_token_ids":{dump(self._call.prompts[0].ids)}'
+        return f"{self._head}{choice}{ids}{usage_suffix(generation)}}}\n\n"
+
+    def piece(self, generation: Generation, index: int, piece: Piece) -> str:
+        """Return the content chunk, unless it would be empty, and the finish chunk at the end."""
+        out = ""
+        if piece.text or piece.logprobs or (piece.ids and self._output.token_ids):
+            out = (
+                f'{self._head}{{"index":{index},"delta":{{"content":{quote(piece.text)}}},'
+                f'"logprobs":{self._logprobs(piece)},"finish_reason":null{self._ids(piece)}}}]'
+                f"{usage_suffix(generation)}}}\n\n"
+            )
+        if piece.finish is not None:
+            out += (
+                f'{self._head}{{"index":{index},"delta":{{}},"logprobs":null,'
+                f'"finish_reason":"{piece.finish.value}","stop_reason":{dump(piece.stop_reason)}}}]'
+                f"{usage_suffix(generation)}}}\n\n"
+            )
+        return out
+
+    def usage(self, generation: Generation) -> str:
+        """Return the chunk without choices that carries the usage."""
+        return f'{self._head}],"usage":{dump(usage_json(generation.usage()))}}}\n\n'
+
+    def whole(self, generation: Generation, pieces: list[list[Piece]]) -> dict[str, Any]:
+        """Return a `chat.completion` object."""
+        body: dict[str, Any] = {
+            "id": self._call.id,
+            "object": "chat.completion",
+            "created": self._call.created,
+            "model": self._call.model,
+            "choices": [self._choice(i, parts) for i, parts in enumerate(pieces)],
+            "usage": usage_json(generation.usage()),
+            "system_fingerprint": None,
+            "service_tier": None,
+        }
+        if self._output.token_ids:
+            body["prompt_token_ids"] = self._call.prompts[0].ids
+        return body
+
+    def _choice(self, index: int, parts: list[Piece]) -> dict[str, Any]:
+        last = parts[-1]
+        assert last.finish is not None
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {
+                "role": "assistant",
+                "content": "".join(part.text for part in parts),
+                "refusal": None,
+            },
+            "logprobs": None,
+            "finish_reason": last.finish.value,
+            "stop_reason": last.stop_reason,
+        }
+        if self._output.logprobs is not None:
+            scored = [lp for part in parts for lp in part.logprobs]
+            choice["logprobs"] = chat_logprobs(self._speller, scored, self._output.logprobs)
+        if self._output.token_ids:
+            choice["token_ids"] = [token for part in parts for token in part.ids]
+        return choice
+
+    def _logprobs(self, piece: Piece) -> str:
+        if self._output.logprobs is None:
+            return "null"
+        return dump(chat_logprobs(self._speller, piece.logprobs, self._output.logprobs))
+
+    def _ids(self, piece: Piece) -> str:
+        return f',"token_ids":{dump(piece.ids)}' if self._output.token_ids else ""

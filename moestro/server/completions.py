@@ -1,0 +1,131 @@
+"""POST /v1/completions, up to admission. Owns: the four shapes of a prompt, and echo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from moestro.errors import InvalidRequest
+from moestro.server.call import Call, Draft, Prompt, check_shape, draft_of, make_call, output_of
+from moestro.server.refusals import REFUSED, check_best_of, check_extra
+from moestro.server.sampling import build, choices, stop_rules, whole
+from moestro.server.schema import CompletionRequest, validate
+from moestro.server.service import Service
+from moestro.server.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
+
+Given = str | list[int]
+
+
+async def prepare_completion(service: Service, body: dict[str, Any], arrived: float) -> Call:
+    """Return the call that a request body asks for. Raises `InvalidRequest` and its kin."""
+    request = validate(CompletionRequest, body)
+    extra = dict(request.model_extra or {})
+    n = choices(request, service.settings)
+    check_best_of(extra, n)
+    extra.pop("best_of", None)
+    check_extra(extra, REFUSED, service.unknown)
+    given = prompts_of(request.prompt, service.settings.max_prompts)
+    model = service.model_name(request.model)
+    draft = _draft(request, service, n)
+    for ids in given:
+        check_ids(ids, service.vocabulary().size, "prompt")
+    special = request.add_special_tokens is not False
+    prompts = await service.text.run(
+        _encode, service.text.tokenizer, given, special, draft.output.skip_special
+    )
+    return make_call(
+        draft,
+        prompts,
+        prefix="cmpl-",
+        model=model,
+        max_model_len=service.info().max_model_len,
+        arrived=arrived,
+    )
+
+
+def _draft(request: CompletionRequest, service: Service, n: int) -> Draft:
+    settings = service.settings
+    check_shape(request)
+    stops = stop_rules(request, settings)
+    echo = bool(request.echo)
+    asked = whole("max_tokens", request.max_tokens, DEFAULT_MAX_TOKENS, 0 if echo else 1, None)
+    top = None
+    if request.logprobs is not None:
+        top = whole("logprobs", request.logprobs, 0, 0, settings.max_logprobs)
+    params = replace(
+        build(request, settings.defaults, service.vocabulary()),
+        logprobs=top,
+        prompt_logprobs=top if echo else None,
+    )
+    output = replace(
+        output_of(request, stops),
+        logprobs=top,
+        echo=echo,
+        discard=asked == 0,
+        continuing=True,
+    )
+    return draft_of(request, params, asked=asked, n=n, output=output)
+
+
+def prompts_of(prompt: Any, most: int) -> list[Given]:
+    """Return a list of prompts from a string, token ids, or a list of either.
+
+    Raises `InvalidRequest` for every other shape, for mixed lists and for more than `most`.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt is None:
+        raise InvalidRequest("'prompt' is required.", param="prompt")
+    if not isinstance(prompt, list) or not prompt:
+        raise _bad_shape()
+    if all(_is_id(item) for item in prompt):
+        return [prompt]
+    if not (
+        all(isinstance(item, str) for item in prompt)
+        or all(isinstance(item, list) and all(map(_is_id, item)) for item in prompt)
+    ):
+        raise _bad_shape()
+    if len(prompt) > most:
+        raise InvalidRequest(
+            f"'prompt' may hold {most} prompts, not {len(prompt)}.", param="prompt"
+        )
+    return prompt
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _bad_shape() -> InvalidRequest:
+    return InvalidRequest(
+        "'prompt' must be a string, an array of strings, an array of token ids, or an array of "
+        "arrays of token ids, and not empty.",
+        param="prompt",
+    )
+
+
+def check_ids(ids: Given, vocabulary: int, param: str) -> None:
+    """Raise `InvalidRequest` for a token id outside the vocabulary. Text passes."""
+    if isinstance(ids, str) or not ids:
+        return
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise InvalidRequest(
+            f"Token ids in '{param}' must be from 0 to {vocabulary - 1}.", param=param
+        )
+
+
+def _encode(
+    tokenizer: Tokenizer, given: Sequence[Given], special: bool, skip_special: bool
+) -> list[Prompt]:
+    """Blocking: runs in the thread pool."""
+    prompts = []
+    for item in given:
+        if isinstance(item, str):
+            prompts.append(Prompt(tuple(tokenizer.encode(item, special=special)), item))
+        else:
+            text = tokenizer.decode(item, skip_special=skip_special)
+            prompts.append(Prompt(tuple(item), text))
+    return prompts

@@ -1,0 +1,204 @@
+"""What surrounds every request, as pure ASGI: ids, timing, keys and the body limit.
+
+Owns: headers that every reply carries, the last-resort error reply, and how a body is read.
+Does not own: routes. BaseHTTPMiddleware is not used, because it hides disconnects and buffers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moestro.errors import BodyTimeout, BodyTooLarge, MoestroError
+from moestro.server.auth import OPEN_PATHS, check_key
+from moestro.server.lifecycle import Lifecycle
+from moestro.server.problems import response_of
+from moestro.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH"})
+REQUEST_ID = "moestro.request_id"  # scope key; a handler may put the client's label there
+LINGER = 1.0  # seconds of an oversized body read and dropped, so that the client sees the 413
+
+HttpRecord = Callable[[str, str, int, float], None]
+
+
+def label_of(value: str | None) -> str | None:
+    """Return a client's label for its request when it is safe as a header, else None."""
+    if value and len(value) <= 128 and value.isascii() and value.isprintable():
+        return value
+    return None
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return one request header, or None."""
+    for key, value in scope["headers"]:
+        if key == name:
+            text: str = value.decode("latin-1")
+            return text
+    return None
+
+
+class Edge:
+    """Outermost: gives every reply its id and turns what escapes into an error object."""
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, record: HttpRecord) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+        self._record = record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI call."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = _Sent(scope, send, self._lifecycle)
+        try:
+            if scope["path"] in OPEN_PATHS:
+                await self._guarded(scope, receive, sent)
+            else:
+                with self._lifecycle.call():
+                    await self._guarded(scope, receive, sent)
+        finally:
+            self._record(
+                getattr(scope.get("route"), "path", "unmatched"),
+                scope["method"] if scope["method"] in METHODS else "other",
+                sent.status,
+                time.monotonic() - sent.started,
+            )
+
+    async def _guarded(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
+        try:
+            await self._app(scope, receive, sent)
+        except MoestroError as error:
+            if sent.status:
+                raise
+            await response_of(error)(scope, receive, sent)
+        except Exception as exc:
+            # The text of the exception may hold what the user wrote: log where, not what.
+            trace = "".join(traceback.format_tb(exc.__traceback__))
+            log.error("unexpected %s while answering a request\n%s", type(exc).__name__, trace)
+            if sent.status:
+                raise MoestroError("The reply was cut by an internal error.") from None
+            await response_of(MoestroError("Internal error."))(scope, receive, sent)
+
+
+class _Sent:
+    """A `send` that adds the common headers and remembers the status."""
+
+    def __init__(self, scope: Scope, send: Send, lifecycle: Lifecycle) -> None:
+        self._scope = scope
+        self._send = send
+        self._lifecycle = lifecycle
+        self.started = time.monotonic()
+        self.status = 0
+        own = label_of(header(scope, b"x-request-id"))
+        scope[REQUEST_ID] = own or f"req-{secrets.token_hex(12)}"
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": self._with_common(message.get("headers", ()))}
+        await self._send(message)
+
+    def _with_common(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        took = int((time.monotonic() - self.started) * 1000)
+        common = [
+            (b"x-request-id", self._scope[REQUEST_ID].encode("ascii")),
+            (b"openai-processing-ms", str(took).encode("ascii")),
+        ]
+        if not self._lifecycle.draining:
+            return [*headers, *common]
+        kept = [pair for pair in headers if pair[0] != b"connection"]
+        return [*kept, *common, (b"connection", b"close")]
+
+
+class KeyCheck:
+    """Refuses requests without an accepted key, before their body is read."""
+
+    def __init__(self, app: ASGIApp, accepted: tuple[bytes, ...]) -> None:
+        self._app = app
+        self._accepted = accepted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI call."""
+        if scope["type"] == "http" and self._guards(scope):
+            check_key(scope["headers"], self._accepted)
+        await self._app(scope, receive, send)
+
+    def _guards(self, scope: Scope) -> bool:
+        return scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS"
+
+
+class BodyLimit:
+    """Counts a body while it is read and gives up on one that is too large or too slow."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI call."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(receive, self._settings)
+        declared = header(scope, b"content-length") or "0"
+        if declared.isdecimal() and int(declared) > self._settings.max_request_body:
+            if header(scope, b"expect") is None:
+                await body.linger()
+            raise body.too_large()
+        await self._app(scope, body, send)
+
+
+class _Body:
+    """A `receive` that is bounded in bytes and in time until the body is complete."""
+
+    def __init__(self, receive: Receive, settings: ServerSettings) -> None:
+        self._receive = receive
+        self._settings = settings
+        self._deadline = time.monotonic() + settings.body_deadline
+        self._total = 0
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:  # from here on only a disconnect can come, whenever it does
+            return await self._receive()
+        left = self._deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(min(self._settings.body_timeout, left)):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTimeout(
+                f"The request body did not arrive: {self._total} bytes came, then none for "
+                f"{self._settings.body_timeout:g} s (or not all within "
+                f"{self._settings.body_deadline:g} s)."
+            ) from None
+        self._total += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._total > self._settings.max_request_body:
+            await self.linger()
+            raise self.too_large()
+        return message
+
+    def too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"The request body is over the limit of {self._settings.max_request_body} bytes."
+        )
+
+    async def linger(self) -> None:
+        """Drop what still comes for a moment: closing at once would lose the reply on its way."""
+        try:
+            async with asyncio.timeout(LINGER):
+                while not self._complete:
+                    message = await self._receive()
+                    self._complete = not message.get("more_body", False)
+        except TimeoutError:
+            return

@@ -1,0 +1,103 @@
+"""What the HTTP side needs from the engine, as protocols.
+
+Owns: the shape of that side of the contract only. `engine.handle` fulfils it across a process
+border, the tests' fake in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from moestro.engine.messages import EngineInfo
+from moestro.stats import EngineStats
+from moestro.types import Request, TokenEvent
+
+LOADING = "loading"
+READY = "ready"
+DEAD = "dead"
+
+
+class Stream(Protocol):
+    """The open sequences of one call. A lease: leaving the context aborts what is unfinished.
+
+    Leaving never waits, so it is safe while the task is being cancelled, and safe twice.
+    """
+
+    async def __aenter__(self) -> Stream:
+        """Return self."""
+        ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Abort what is unfinished."""
+        ...
+
+    def batches(self) -> AsyncIterator[list[TokenEvent]]:
+        """Yield everything pending, never an empty list; end when every sequence has finished.
+
+        Raises `EngineDead` when the engine is gone for good.
+        """
+        ...
+
+    def abort(self, id: str) -> None:
+        """End one sequence; no further event of it is delivered. Harmless for a finished one."""
+        ...
+
+
+class Engine(Protocol):
+    """The engine process as the server sees it."""
+
+    @property
+    def state(self) -> str:
+        """`LOADING`, `READY` or `DEAD`."""
+        ...
+
+    @property
+    def progress(self) -> tuple[str, int, int]:
+        """(stage, done, total) of loading."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the engine is dead."""
+        ...
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """The limits that hold; None until the engine was ready once."""
+        ...
+
+    @property
+    def stalled(self) -> bool:
+        """True when there is work and no step has ended for too long."""
+        ...
+
+    @property
+    def snapshot(self) -> EngineStats:
+        """The latest statistics, without waiting."""
+        ...
+
+    async def stats(self, timeout: float) -> EngineStats:
+        """Fresh statistics, or the latest known ones after `timeout` seconds."""
+        ...
+
+    def open(self, requests: Sequence[Request]) -> Stream:
+        """Admit all of the requests or none.
+
+        Raises `ContextTooLong`, `InvalidRequest`, `QueueFull` or `Unavailable`, with nothing sent.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Start the engine; returns at once, `state` tells when it is ready."""
+        ...
+
+    async def aclose(self) -> None:
+        """End the engine; open streams raise `EngineDead`."""
+        ...

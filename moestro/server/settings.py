@@ -1,0 +1,140 @@
+"""What the HTTP side needs to know, as frozen values that the command line fills in.
+
+Owns: the server's own settings, the checkpoint's sampling defaults and uvicorn's options.
+Does not own: the engine's configuration, or where these values come from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moestro.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling values that the checkpoint's author chose; a request's own value wins."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def from_checkpoint(folder: Path) -> GenerationDefaults:
+        """Read `generation_config.json`; without one every value is the API's default.
+
+        Raises `ModelError` when the file is not what transformers writes.
+        """
+        path = folder / "generation_config.json"
+        if not path.is_file():
+            return GenerationDefaults()
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return GenerationDefaults(
+                temperature=_number(raw, "temperature"),
+                top_p=_number(raw, "top_p"),
+                top_k=_integer(raw, "top_k"),
+                min_p=_number(raw, "min_p"),
+                repetition_penalty=_number(raw, "repetition_penalty"),
+                eos_token_ids=_ids(raw.get("eos_token_id")),
+            )
+        except (ValueError, AttributeError) as exc:
+            raise ModelError(f"generation_config.json cannot be read: {exc}") from exc
+
+
+def _number(raw: Mapping[str, Any], key: str) -> float | None:
+    value = raw.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key} is not a number")
+    return float(value)
+
+
+def _integer(raw: Mapping[str, Any], key: str) -> int | None:
+    value = _number(raw, key)
+    if value is not None and value != int(value):
+        raise ValueError(f"{key} is not a whole number")
+    return None if value is None else int(value)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in listed):
+        raise ValueError("eos_token_id is not a token id or a list of them")
+    return tuple(listed)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Everything the HTTP side is told. Times in seconds, sizes in bytes."""
+
+    served_model_names: tuple[str, ...]
+    """Names under which the model answers; the first is the one shown when none was asked for."""
+    model_path: str = ""
+    """Shown as `root` in the model list."""
+    api_key_hashes: tuple[bytes, ...] = ()
+    """SHA-256 digests of the accepted keys (see `auth.hash_key`); empty = no key needed."""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to every chat template; a request's `chat_template_kwargs` wins."""
+    accept_any_model: bool = False
+    """Serve a request whatever model it names, instead of answering 404."""
+    max_request_body: int = 32 * 1024 * 1024
+    body_timeout: float = 30.0
+    """A body that brings no byte for this long is answered with 408."""
+    body_deadline: float = 300.0
+    """A body must be complete after this long, however steadily it trickles."""
+    template_timeout: float = 10.0
+    max_logprobs: int = 20
+    max_choices: int = 128
+    max_prompts: int = 1024
+    max_stops: int = 16
+    max_stop_length: int = 4096
+    """Characters of one stop string."""
+    text_threads: int = 2
+    """Threads that render templates and tokenize."""
+    send_timeout: float = 60.0
+    """A stream whose client takes nothing for this long is aborted."""
+    ping_interval: float = 0.0
+    """Seconds between comment lines in a silent stream; 0 = none: some benchmarks break on them."""
+    metrics_prefix: str = "moestro:"
+    docs: bool = True
+    """Serve /docs and /openapi.json."""
+    cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names:
+            raise ValueError("served_model_names needs at least one name")
+
+
+def serve_options() -> dict[str, Any]:
+    """Options for `uvicorn.Config`.
+
+    Keep-alive outlasts the usual 60 s of load balancers, so that they close first; the backlog
+    takes a benchmark that opens all its connections at once. Signals and draining are the command
+    line's business, so what uvicorn itself waits for at the end is short.
+    """
+    return {
+        "loop": "uvloop",
+        "http": "httptools",
+        "lifespan": "on",
+        "ws": "none",
+        "timeout_keep_alive": 75,
+        "timeout_graceful_shutdown": 5,
+        "backlog": 2048,
+        "access_log": False,
+        "server_header": False,
+        "date_header": True,
+        "log_config": None,
+    }

@@ -1,0 +1,1 @@
+"""Tests of Moestro; a package so that tests can import `tests.oracle`."""

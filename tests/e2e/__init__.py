@@ -1,0 +1,1 @@
+"""Whole servers, as users run them."""

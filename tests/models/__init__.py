@@ -1,0 +1,1 @@
+"""What the engine computes, against transformers."""

@@ -1,0 +1,1 @@
+"""What tests compare against: tiny checkpoints, transformers' answers, scripted models."""
