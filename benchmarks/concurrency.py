@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import sys
 import time
@@ -29,25 +30,21 @@ class Transformers:
     """Continuous batching by transformers over a checkpoint."""
 
     def __init__(self, checkpoint: Path, streams: int, length: int, page: int = 64) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        self._model: Any = model.eval()
+        # Loaded late, since it takes seconds; Any, since its types promise too much.
+        library: Any = importlib.import_module("transformers")
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+        model = library.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+        self._library = library
+        self._model = model.eval()
         blocks = 2 * streams * -(-length // page)
-        self._pool = ContinuousBatchingConfig(
+        self._pool = library.ContinuousBatchingConfig(
             page_size=page, num_blocks=blocks, max_batch_tokens=max(512, streams * length // 2)
         )
 
     def run(self, prompts: list[list[int]], tokens: int) -> float:
         """Tokens a second over all prompts together."""
-        from transformers import GenerationConfig
-
-        settings = GenerationConfig(
+        settings = self._library.GenerationConfig(
             max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
         started = time.monotonic()

@@ -100,12 +100,12 @@ class Config(BaseModel):
     gpu_memory: AutoSize = Field(
         None,
         description="Device memory for everything: weights, expert slots, KV cache, workspace. "
-        "Without a GPU, the ordinary memory that stands for it. Default: what the model can use, at "
+        "Without a GPU, the ordinary memory that stands for it. Default: what the model uses, at "
         "most half of what is free.",
     )
     host_memory: AutoSize = Field(
         None,
-        description="Host memory for experts outside the slots. Default: what the model can use, "
+        description="Host memory for experts outside the slots. Default: what the model uses, "
         "at most half of what is free.",
     )
     expert_slots: AutoCount = Field(
@@ -115,7 +115,7 @@ class Config(BaseModel):
     )
     kv_cache_tokens: AutoCount = Field(
         None,
-        description="Tokens that the KV cache holds. Default: 2,048 for each sequence or twice the "
+        description="Tokens that the KV cache holds. Default: 512 for each sequence or twice the "
         "longest, at most half of what --gpu-memory leaves beside the dense weights.",
     )
     block_size: int = Field(16, gt=0, le=1024, description="Tokens in one block of the KV cache.")
@@ -210,32 +210,9 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -
         values.update(layer)
         source.update(dict.fromkeys(layer, name))
     try:
-        config = Config.model_validate(values)
+        return Config.model_validate(values)
     except ValidationError as error:
         raise _explain(error, source) from None
-    return _with_policy_state(config, environ)
-
-
-def _with_policy_state(config: Config, environ: Mapping[str, str]) -> Config:
-    if config.expert_policy != "activation_aware":
-        if config.expert_policy_state is not None:
-            raise ConfigError(
-                f"expert_policy_state is only used by the policy activation_aware, "
-                f"but expert_policy is {config.expert_policy}",
-                param="expert_policy_state",
-            )
-        return config
-    if config.expert_policy_state is not None:
-        return config
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "--", config.model).strip("-.") or "demo"
-    path = cache_dir(environ) / "activation_aware" / f"{slug}.state"
-    return config.model_copy(update={"expert_policy_state": path})
-
-
-def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where Moestro keeps files that may be deleted at any time."""
-    root = environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if root else Path.home() / ".cache") / "moestro"
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:

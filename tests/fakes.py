@@ -149,7 +149,6 @@ class FakeStream:
     def abort(self, id: str) -> None:
         if id in self._open:
             self._open.discard(id)
-            self._pending = [event for event in self._pending if event.id != id]
             self._engine.drop(id)
             self._arrived.set()
 
@@ -203,6 +202,11 @@ class FakeEngine:
 
     @property
     def snapshot(self) -> EngineStats:
+        """The same object until somebody scrapes, as with an engine that sends one now and then."""
+        return self.totals
+
+    async def stats(self, timeout: float) -> EngineStats:
+        await asyncio.sleep(min(timeout, self.slow_stats))
         running = min(len(self._live), self.seats)
         totals = self.totals.scheduler
         self.totals.scheduler = SchedulerStats(
@@ -215,10 +219,6 @@ class FakeEngine:
         used = sum(len(s.request.prompt) + s.said + 15 for s in self._live.values()) // 16
         self.totals.kv = KVStats(block_size=16, blocks=4096, blocks_used=used)
         return self.totals
-
-    async def stats(self, timeout: float) -> EngineStats:
-        await asyncio.sleep(min(timeout, self.slow_stats))
-        return self.snapshot
 
     def open(self, requests: Sequence[Request]) -> FakeStream:
         if self.state == "dead":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import signal
 from pathlib import Path
@@ -284,7 +285,7 @@ class Terminal(io.StringIO):
 async def test_loading_as_a_bar() -> None:
     text = await shown([("experts", 512, 2048), ("experts", 1024, 2048)], Terminal())
     assert "experts" in text
-    assert "2.0 KiB" in text or "2.0/2.0" in text or "/2.0" in text
+    assert "1.0 KiB of 2.0 KiB" in text
 
 
 def test_machine_report() -> None:
@@ -301,8 +302,6 @@ def test_kernel_table() -> None:
 
 
 def test_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    import logging
-
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
@@ -410,3 +409,24 @@ def test_simulate_hands_on_what_was_asked(tmp_path: Path, monkeypatch: pytest.Mo
             {"batch": 4, "expert_bytes": 1024},
         ),
     ]
+
+
+# --- the demo -------------------------------------------------------------------------------
+
+
+def test_without_a_model_it_is_the_demo() -> None:
+    model = cli_model.resolve(Config())
+    assert model.names == ("moestro-demo",)
+    assert (model.path / "config.json").is_file()
+    assert sum(p.stat().st_size for p in model.path.iterdir()) < 20 * 2**20
+
+
+def test_check_reports_machine_memory_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:]
+    try:
+        assert cli.main(["check", "--config", "cpu-demo"]) == 0
+    finally:
+        logging.getLogger().handlers[:] = before
+    report = capsys.readouterr().out
+    for word in ("moestro   ", "cpu   ", "moestro-demo", "expert slots", "Kernels", "rms_norm"):
+        assert word in report

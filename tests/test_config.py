@@ -208,17 +208,3 @@ def test_round_trip(tmp_path: Path) -> None:
     )
     assert Config.from_json(config.to_json()) == config
     assert json.loads(config.to_json())["gpu_memory"] == 3 * GIB // 2
-
-
-def test_policy_state_has_a_default_for_the_policy_that_keeps_one() -> None:
-    environ = {"XDG_CACHE_HOME": "/cache"}
-    config = load({"expert_policy": "activation_aware", "model": "a/b c"}, environ)
-    assert config.expert_policy_state == Path("/cache/moestro/activation_aware/a--b--c.state")
-    assert load({}, environ).expert_policy_state is None
-    named = load({"expert_policy": "activation_aware", "expert_policy_state": "/s"}, environ)
-    assert named.expert_policy_state == Path("/s")
-
-
-def test_policy_state_without_its_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="activation_aware"):
-        load({"expert_policy_state": "/s"}, {})

@@ -16,11 +16,11 @@ import torch
 
 from moestro.config import Config
 from moestro.engine.checkpoint import Checkpoint
+from moestro.engine.decoder import Decoder
 from moestro.engine.engine import Engine
 from moestro.engine.executor import Executor
 from moestro.engine.memory import MemoryPlan, free_memory, plan_memory
 from moestro.engine.messages import EngineInfo
-from moestro.engine.models.decoder import Decoder
 from moestro.engine.models.hf_config import read_json
 from moestro.engine.models.registry import load_spec
 from moestro.engine.models.spec import ModelSpec
@@ -62,7 +62,7 @@ def build_engine(config: Config, model_path: Path, progress: Progress = _silent)
         head_dim=spec.attention.head_dim,
         dtype=decoder.dtype,
     )
-    trace = _trace(config, spec)
+    trace = _trace(config, spec, layout, model_path)
     policy = make_policy(config.expert_policy, len(spec.moe_layers), spec.moe.experts)
     closing = _remember(config, policy, model_path)
     cache = _cache(spec, plan, store, policy, trace, progress)
@@ -181,6 +181,7 @@ def _remember(config: Config, policy: Policy, model: Path) -> list[Callable[[], 
     path = config.expert_policy_state or _state_file(config.expert_policy, model)
     if path.exists():
         policy.load(path)
+    path.parent.mkdir(parents=True, exist_ok=True)  # now: a wrong path should not wait for the end
     return [lambda: policy.save(path)]
 
 
@@ -190,11 +191,14 @@ def _state_file(policy: str, model: Path) -> Path:
     return cache / "moestro" / f"{policy}-{name}.npz"
 
 
-def _trace(config: Config, spec: ModelSpec) -> TraceWriter | None:
+def _trace(
+    config: Config, spec: ModelSpec, layout: ExpertLayout, model: Path
+) -> TraceWriter | None:
     if config.trace is None:
         return None
-    moe = spec.moe
-    return TraceWriter(config.trace, len(spec.moe_layers), moe.experts, moe.top_k, spec.family)
+    layers, moe, name = len(spec.moe_layers), spec.moe, model.resolve().name
+    size = layout.nbytes
+    return TraceWriter(config.trace, layers, moe.experts, moe.top_k, name, expert_bytes=size)
 
 
 def _info(plan: MemoryPlan, spec: ModelSpec, path: Path) -> EngineInfo:

@@ -54,6 +54,7 @@ class Engine:
         self._clock = clock
         self._started = clock()
         self._step_seconds = 0.0
+        self._waited: dict[int, float] = {}  # exposed seconds of a sweep's earlier turns
         self._step_tokens: deque[int] = deque(maxlen=4096)
 
     @property
@@ -63,8 +64,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Take a request that passed `scheduler.limits.check`."""
-        self._executor.add(request)
         self._scheduler.add(request, self._clock())
+        self._executor.add(request)
 
     def abort(self, id: str) -> None:
         """End a sequence without an event; harmless when it is not known."""
@@ -76,7 +77,8 @@ class Engine:
         if plan is None:
             return []
         for number, id in plan.dropped:
-            self._executor.drop(number, id)
+            if self._executor.drop(number, id):
+                self._waited.pop(number, None)
         for id in plan.released:
             self._executor.forget(id)
         events: list[TokenEvent] = []
@@ -112,10 +114,12 @@ class Engine:
             sampled = self._executor.advance(number, lambda: clock() >= deadline or wake())
         except Exception as error:
             log.exception("a sweep failed")
+            self._waited.pop(number, None)
             return self._fail(list(self._executor.close(number)), error)
+        waited = self._executor.exposed - exposed + self._waited.pop(number, 0.0)
         if sampled is None:
+            self._waited[number] = waited
             return []
-        waited = self._executor.exposed - exposed
         self._step_tokens.append(len(sampled))
         return self._scheduler.update_sweep(number, sampled, clock(), waited)
 

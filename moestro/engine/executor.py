@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from moestro.engine.batch import DecodeBuilder, Segment
+from moestro.engine.decoder import Decoder
 from moestro.engine.experts import ExpertExecutor
-from moestro.engine.models.decoder import Decoder
 from moestro.engine.sampler import Sampler, token_logprobs
 from moestro.engine.sweep import Sweep
 from moestro.expert_cache.cache import ExpertCache
@@ -81,10 +81,17 @@ class Executor:
         sweep = Sweep(plan, self._decoder, self._kv, self._experts, self._piece)
         self._sweeps[plan.number] = plan, sweep
 
-    def drop(self, number: int, id: str) -> None:
-        """The sequence left this sweep; it must write no KV from now on."""
-        if number in self._sweeps:
-            self._sweeps[number][1].drop(id)
+    def drop(self, number: int, id: str) -> bool:
+        """The sequence left this sweep; it must write no KV from now on. A sweep that all have
+        left is over, nobody will advance it: then True."""
+        if number not in self._sweeps:
+            return True
+        _, sweep = self._sweeps[number]
+        sweep.drop(id)
+        over = not any(segment.alive for segment in sweep.segments)
+        if over:
+            del self._sweeps[number]
+        return over
 
     def close(self, number: int) -> tuple[str, ...]:
         """Give a sweep up; returns the sequences that were in it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,9 +121,10 @@ class ExpertExecutor:
         if hi - lo < len(order):
             token, order = token[lo:hi], order[lo:hi]
         rows = x.index_select(0, token)
+        told: dict[str, Any] = {}
         if self._cache.wants_ids and lo == 0:  # once a layer, however many pieces
-            self._cache.note(layer, routes.ids, weights.float().numpy(), sequences)
-        with self._cache.acquire(layer, counts) as lease:
+            told = {"ids": routes.ids, "gates": weights.float().numpy(), "sequences": sequences}
+        with self._cache.acquire(layer, counts, **told) as lease:
             result = self._compute(lease, counts, rows)
         self.exposed += lease.exposed
         share = weights.reshape(-1).index_select(0, torch.from_numpy(order))

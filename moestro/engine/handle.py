@@ -162,7 +162,7 @@ class EngineHandle:
         while loading, EngineDead when the engine is gone."""
         self._require_ready()
         assert self._limits is not None
-        waiting = max(0, len(self._streams) - self._limits.max_num_seqs)
+        waiting = len(self._streams) - self._limits.max_num_seqs
         for number, request in enumerate(requests):
             check(request, self._limits, waiting + number)
         stream = Stream(self, [request.id for request in requests])

@@ -169,8 +169,8 @@ def _model_length(spec: ModelSpec, config: Config) -> int:
 
 def _blocks_wanted(config: Config, length: int) -> int:
     tokens = config.kv_cache_tokens
-    if tokens is None:  # every sequence at 2,048 tokens, or two of the longest
-        tokens = max(2 * length, config.max_num_seqs * min(length, 2048))
+    if tokens is None:  # every sequence at 512 tokens, or two of the longest
+        tokens = max(2 * length, config.max_num_seqs * min(length, 512))
     return -(-tokens // config.block_size)
 
 

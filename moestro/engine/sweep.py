@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from moestro.engine.batch import Segment, build_segment, cat_rows
+from moestro.engine.decoder import Decoder, DecoderLayer
 from moestro.engine.experts import ExpertExecutor
-from moestro.engine.models.decoder import Decoder, DecoderLayer
 from moestro.kernels import reference as ops
 from moestro.kv_cache.storage import KVStorage, LayerKV
 from moestro.scheduler.plan import SweepPlan

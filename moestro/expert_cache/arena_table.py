@@ -91,13 +91,16 @@ class ArenaTable:
             del before[key]
             self._queue(key)[key] = None
 
-    def check(self) -> None:
-        """Raise AssertionError unless map, queues and free list agree and nothing is leased."""
-        assert not self._leases, f"{len(self._leases)} arena entries are still leased"
+    def check(self, *, idle: bool = True) -> None:
+        """Raise AssertionError unless map, queues and free list agree.
+
+        `idle`: and no lease is open.
+        """
+        assert not (idle and self._leases), f"{len(self._leases)} arena entries are still leased"
         entries = sorted([*self._entry.values(), *self._free])
         assert entries == list(range(self.capacity)), "entries used + free != capacity"
-        queued = [*self._redundant, *self._needed]
-        assert sorted(queued) == sorted(self._entry), "a key is in no queue, or in two"
+        queued = [*self._redundant, *self._needed, *self._leases]
+        assert sorted(queued) == sorted(self._entry), "a key is neither leased nor in one queue"
         assert self._shadowed.issuperset(self._redundant), "redundant, but in no slot"
         assert self._shadowed.isdisjoint(self._needed), "needed, but in a slot"
 

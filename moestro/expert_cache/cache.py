@@ -140,7 +140,8 @@ class ExpertCache:
         self._open: Lease | None = None
         self.gate_up = self._pool.gate_up  # slot -> [2I, H]
         self.down = self._pool.down  # slot -> [H, I]
-        # Whether `acquire` needs `ids` (and gates, sequences); it costs time to bring them here.
+        # Whether `ids`, `gates` and `sequences` should be given, once a layer and pass: when its
+        # experts are acquired in several parts, with the first.
         self.wants_ids = trace is not None or policy.wants_sequences or policy.wants_gates
 
     def begin_pass(self, kind: Kind = "decode", rows: int = 0, *, resumed: bool = False) -> None:
@@ -158,21 +159,25 @@ class ExpertCache:
         gates: Floats | None = None,
         sequences: Sequence[str] = (),
         row_of: Ints | None = None,
+        whole: Ints | None = None,
     ) -> Lease:
         """Lease the experts of a layer that have a count, and start fetching the missing ones.
 
         `counts` [experts] are tokens per expert. `ids` [rows, top_k] is the routing they come
         from, `gates` the router's probabilities in the same shape. Row t belongs to
-        `sequences[row_of[t]]`, or without `row_of` to `sequences[t]`. One lease at a time.
+        `sequences[row_of[t]]`, or without `row_of` to `sequences[t]`. When a layer is acquired in
+        parts, `whole` are the counts of all of them. One lease at a time.
         """
         assert self._open is None, "the last lease is still open"
+        if self._fetcher.flying:
+            self._tiers.settle()
         shares = None
-        if self.wants_ids:
+        if ids is not None and self.wants_ids:
             shares = self._note(layer, ids, gates, sequences, row_of)
         wanted, slots = self._residency.want(layer, counts, shares)
         listed = slots.tolist()
         if listed and min(listed) < 0:
-            return self._fetch(layer, counts, wanted, slots)
+            return self._fetch(layer, counts if whole is None else whole, wanted, slots)
         # No need to pin: only `acquire` evicts, and it refuses while this lease is open.
         self._meter.hits[layer] += len(listed)
         self._open = lease = Lease(self, layer, Group(wanted.tolist(), listed), None, None)
@@ -199,6 +204,7 @@ class ExpertCache:
         """
         assert self._open is None, "a lease is open"
         self._tiers.settle()
+        self._tiers.require_settled()
         warm(self._tiers, order, progress or (lambda done, total: None))
 
     def stats(self) -> ExpertStats:
@@ -228,27 +234,27 @@ class ExpertCache:
     def _note(
         self,
         layer: int,
-        ids: Ints | None,
+        ids: Ints,
         gates: Floats | None,
         sequences: Sequence[str],
         row_of: Ints | None,
     ) -> Floats | None:
         """Tell trace and policy who routed where; returns mean gate probabilities, [experts]."""
-        assert ids is not None, "`wants_ids` is set: `ids` must be given"
         policy = self._residency.policy
-        if row_of is None:
-            sequences, row_of = distinct(sequences)
-        if policy.wants_sequences and sequences:
-            policy.observe(sequences, layer, ids, row_of)
-        if self._trace is not None:
-            self._trace.record(layer, ids, sequences, row_of)
+        if policy.wants_sequences or self._trace is not None:
+            if row_of is None:
+                sequences, row_of = distinct(sequences)
+            if policy.wants_sequences and sequences:
+                policy.observe(sequences, layer, ids, row_of)
+            if self._trace is not None:
+                self._trace.record(layer, ids, sequences, row_of)
         if gates is None or not policy.wants_gates:
             return None
         shares = np.bincount(ids.ravel(), gates.ravel(), self.experts)
         return shares / max(1, len(ids))
 
     def _fetch(self, layer: int, counts: Ints, wanted: Ints, slots: Ints) -> Lease:
-        self._tiers.settle()
+        self._tiers.require_settled()
         hit = slots >= 0
         held = slots[hit]
         self._table.pin(held)

@@ -67,12 +67,14 @@ class Tiers:
             self.arena.table.shadow(fetch.key, True)
 
     def settle(self) -> None:
-        """Collect what an abandoned wait left behind; StepFailed if some is still flying."""
-        while self.fetcher.flying:
-            fetch = self.fetcher.arrived()
-            if fetch is None:
-                raise StepFailed(f"{self.fetcher.flying} expert fetches are stuck")
+        """Collect what a wait that was given up has left behind, as far as it has come."""
+        while self.fetcher.flying and (fetch := self.fetcher.arrived()) is not None:
             self.discard(fetch)
+
+    def require_settled(self) -> None:
+        """StepFailed if a fetch that nobody waits for has not ended: the disk hangs."""
+        if self.fetcher.flying:
+            raise StepFailed(f"{self.fetcher.flying} expert fetches are stuck")
 
     def discard(self, fetch: Fetch) -> None:
         """Land a fetch that nobody waits for any more."""

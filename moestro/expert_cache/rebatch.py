@@ -52,10 +52,15 @@ def _by_sequence(steps: Iterable[Step]) -> _Lines:
                 line = lines.setdefault(sequence, deque())
                 if sequence not in opened:
                     opened.add(sequence)
-                    if not (step.resumed and line and line[-1].kind == "sweep"):
+                    if not (step.resumed and _goes_on(line, route.layer)):
                         line.append(Step(step.kind, int(mine.sum())))
                 line[-1].routes.append(Route(route.layer, route.ids[mine], owners[mine]))
     return lines
+
+
+def _goes_on(line: deque[Step], layer: int) -> bool:
+    """Whether the last step of a sequence is a sweep that has not come to `layer` yet."""
+    return bool(line) and line[-1].kind == "sweep" and line[-1].routes[-1].layer < layer
 
 
 def _join(steps: list[Step]) -> Step:

@@ -13,9 +13,9 @@ expert which this layer does not want and nobody has pinned. Two rules hold what
    slots hits C / W, where plain LRU hits nothing), while experts that fell out of use are still
    replaced.
 2. *Sweep*: prompt tokens want most experts of every layer once. Whatever rule 1 says, experts of
-   these two passes are no victims, and each layer admits at most its share of the slots, busiest
-   experts first. A prompt thus neither flushes the decode working set nor fills the slots with
-   the first layers only, and what it does admit is what its own routing used most.
+   these two passes are no victims, and a layer admits only its busiest experts, as many as its
+   share of the slots. A prompt thus neither flushes the decode working set nor fills the slots
+   with the first layers only, and what it does admit is what its own routing used most.
 
 What is not admitted goes through a staging slot and is forgotten.
 """
@@ -103,22 +103,23 @@ class Residency:
     def place(self, layer: int, missing: Ints, counts: Ints) -> list[Placement]:
         """Reserve a slot for each missing expert that is admitted, busiest first.
 
-        The slots of the other experts that this layer wants must be pinned before.
+        `counts` [experts] are those of the whole layer, of which these experts may be a part; none
+        that it wants is evicted. The slots of the others of this part must be pinned before.
         """
-        share = self._share if self._sweeping else len(missing)
         victims: deque[int] | None = None
+        barred = self._barred(counts)
         placements = []
         for expert in missing[np.argsort(-counts[missing], kind="stable")].tolist():
             key = layer * self.experts + expert
             slot, evicted = STAGE, NOBODY
-            if share > 0:
+            if expert not in barred:
                 free = self.table.reserve()
                 if free is not None:
                     slot = free
                 else:
-                    victims = self._victims(len(missing)) if victims is None else victims
+                    if victims is None:
+                        victims = self._victims(layer, counts, len(missing))
                     slot, evicted = self._displace(key, victims)
-            share -= slot != STAGE
             placements.append(Placement(expert, key, slot, evicted))
         return placements
 
@@ -130,13 +131,21 @@ class Residency:
         keys = np.arange(self.layers * self.experts).reshape(self.layers, self.experts).T.ravel()
         return keys[::-1][self.policy.rank(keys[::-1], self.clock)][::-1]
 
-    def _victims(self, most: int) -> deque[int]:
+    def _barred(self, counts: Ints) -> frozenset[int]:
+        """Experts that rule 2 does not let in."""
+        if not self._sweeping or self._share >= self.experts:
+            return frozenset()
+        return frozenset(np.argsort(-counts, kind="stable")[self._share :].tolist())
+
+    def _victims(self, layer: int, counts: Ints, most: int) -> deque[int]:
         """Slots that may be taken, first to leave first."""
         slots = self.table.evictable()
         keys = self.table.owner[slots]
+        owners, experts = np.divmod(keys, self.experts)
+        spare = (owners != layer) | (counts[experts] == 0)
         if self._sweeping or self.crowded:
-            idle = self.clock - self._used[keys] >= _IDLE
-            slots, keys = slots[idle], keys[idle]
+            spare &= self.clock - self._used[keys] >= _IDLE
+        slots, keys = slots[spare], keys[spare]
         if not len(slots):
             return deque()
         return deque(slots[self.policy.rank(keys, self.clock)[:most]].tolist())

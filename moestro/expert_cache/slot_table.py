@@ -116,8 +116,11 @@ class SlotTable:
         cache = slice(0, self.cache_slots)
         return np.flatnonzero((self.owner[cache] >= 0) & (self.pins[cache] == 0))
 
-    def check(self) -> None:
-        """Raise AssertionError unless owners, map and free lists agree and nothing is pinned."""
+    def check(self, *, idle: bool = True) -> None:
+        """Raise AssertionError unless owners, map and free lists agree.
+
+        `idle`: and nothing is pinned, being filled or staged.
+        """
         held = np.flatnonzero(self.owner >= 0)
         mapped = np.flatnonzero(self.slot_of >= 0)
         assert len(held) == len(mapped), f"{len(held)} slots owned, {len(mapped)} experts mapped"
@@ -125,5 +128,6 @@ class SlotTable:
         assert not len(held) or held[-1] < self.cache_slots, "a staging slot is owned"
         free = np.flatnonzero(self.owner == FREE).tolist()
         assert sorted([*self._free, *self._ring]) == free, "free lists and owners disagree"
-        assert not (self.owner == RESERVED).any(), "a slot is still reserved"
-        assert not self.pins.any(), "a slot is still pinned"
+        assert (self.pins >= 0).all(), "a slot was unpinned too often"
+        assert not (idle and (self.owner == RESERVED).any()), "a slot is still reserved"
+        assert not (idle and self.pins.any()), "a slot is still pinned"

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moestro.errors import ModelError
@@ -85,8 +86,7 @@ class SafetensorsStore:
             return
         raw = bytearray(extent.nbytes)
         _read_exactly(fd, extent, memoryview(raw))
-        found = torch.frombuffer(raw, dtype=getattr(torch, extent.dtype))
-        torch.frombuffer(target, dtype=getattr(torch, self.layout.dtype)).copy_(found)
+        _convert(raw, extent.dtype, target, self.layout.dtype)
 
 
 class DummyStore:
@@ -105,13 +105,24 @@ class DummyStore:
             layout.nbytes // self._size + self._SPREAD, dtype=np.float32
         )
         pool = torch.from_numpy(draws).mul_(0.02).to(getattr(torch, layout.dtype))
-        self._pool = memoryview(pool.view(torch.uint8).numpy().data)
+        self._pool: npt.NDArray[np.uint8] = pool.view(torch.uint8).numpy()
 
     def read(self, layer: int, expert: int, out: memoryview) -> int:
         """See `ExpertStore.read`."""
         start = (layer * 1024 + expert) * 8 % self._SPREAD * self._size
-        out[:] = self._pool[start : start + self.layout.nbytes]
+        np.copyto(np.frombuffer(out, np.uint8), self._pool[start : start + self.layout.nbytes])
         return self.layout.nbytes
+
+
+def _convert(raw: bytearray, found: str, target: memoryview, wanted: str) -> None:
+    """Write the elements of `raw` to `target` in another dtype."""
+    if (found, wanted) == ("bfloat16", "float32"):
+        # The usual case on a CPU, in numpy: torch would start threads of its own in each worker.
+        bits = np.frombuffer(target, np.uint32)
+        np.left_shift(np.frombuffer(raw, np.uint16), 16, out=bits, dtype=np.uint32)
+        return
+    source = torch.frombuffer(raw, dtype=getattr(torch, found))
+    torch.frombuffer(target, dtype=getattr(torch, wanted)).copy_(source)
 
 
 def _rows(extent: Extent) -> tuple[int, int]:

@@ -241,7 +241,12 @@ def _steps(path: Path, header: Header) -> Iterator[Step]:
     offset = highest = 0  # sequence numbers of a later process follow those of the earlier
     with path.open("rb") as file:
         for frame in _frames(file):
-            record: Any = decoder.decode(frame)
+            try:
+                record: Any = decoder.decode(frame)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(
+                    f"{path} is damaged before byte {file.tell()}: {error}"
+                ) from error
             if isinstance(record, Header):
                 offset = highest
             elif isinstance(record, _Step):

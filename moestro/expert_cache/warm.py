@@ -1,13 +1,14 @@
 """Fills empty tiers before they are asked for.
 
-Owns: which experts a warming loads, and keeping the workers busy with them. It never evicts an
-expert from a slot, nor one that sits only in the arena.
+Owns: which experts a warming loads, and keeping the workers busy with them. It evicts nothing
+from slots. From the arena it drops copies of what is in slots; others only when there are free
+slots and an arena without such a copy, since what goes to a slot passes through the arena.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moestro.expert_cache.fetch import NO_SLOT
 from moestro.expert_cache.flight import Tiers, failure
@@ -15,8 +16,9 @@ from moestro.expert_cache.flight import Tiers, failure
 
 def warm(tiers: Tiers, order: Iterable[int], progress: Callable[[int, int], None]) -> None:
     """Load keys in this order: first into free slots, then into the arena, until both are full."""
-    seats, spares = plan(tiers, order)
-    total = len(seats) + len(spares)
+    keys = list(dict.fromkeys(order))
+    seats = [key for key in keys if tiers.table.slot_of[key] < 0][: tiers.table.free]
+    total = len(seats) + len(_spares(tiers, keys, seats))
     done = 0
 
     def landed() -> None:
@@ -26,17 +28,18 @@ def warm(tiers: Tiers, order: Iterable[int], progress: Callable[[int, int], None
 
     # Slots first, all of them: their copies in the arena are then the first to leave it.
     _load(tiers, seats, True, landed)
+    spares = _spares(tiers, keys, ())
+    total = len(seats) + len(spares)
     _load(tiers, spares, False, landed)
 
 
-def plan(tiers: Tiers, order: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The keys to load into slots, and those to load into the arena only."""
+def _spares(tiers: Tiers, keys: Sequence[int], seats: Sequence[int]) -> list[int]:
+    """The keys to load into the arena only, once `seats` are in slots."""
     slot_of, arena = tiers.table.slot_of, tiers.arena.table
-    outside = [key for key in dict.fromkeys(order) if slot_of[key] < 0]
-    seats, rest = outside[: tiers.table.free], outside[tiers.table.free :]
-    stay = set(arena.keys()) - set(seats)
-    room = arena.capacity - sum(slot_of[key] < 0 for key in stay)
-    return seats, [key for key in rest if key not in stay][:room]
+    seated = set(seats)
+    stay = {key for key in arena.keys() if slot_of[key] < 0} - seated
+    outside = (key for key in keys if slot_of[key] < 0 and key not in seated and key not in stay)
+    return [key for key, _ in zip(outside, range(arena.capacity - len(stay)), strict=False)]
 
 
 def _load(tiers: Tiers, keys: list[int], seated: bool, landed: Callable[[], None]) -> None:

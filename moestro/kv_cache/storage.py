@@ -54,7 +54,8 @@ class KVStorage:
         dtype: torch.dtype,
     ) -> None:
         shape = (blocks, layers, block_size, 2, kv_heads, head_dim)
-        self._pool = torch.zeros(shape, dtype=dtype)
+        # Filled, not `torch.zeros`, which may leave pages to be found missing under load.
+        self._pool = torch.empty(shape, dtype=dtype).zero_()
         self.block_size = block_size
         self.layers = layers
         self._views = [LayerKV(self._pool, layer) for layer in range(layers)]

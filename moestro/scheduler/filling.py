@@ -26,7 +26,6 @@ from moestro.scheduler.sweeps import Sweeps
 SMALL_PART = 8  # a small sweep is at most this part of the window ...
 SMALL_TOKENS = 256  # ... or this many tokens: with fewer the weights, not the tokens, cost time
 GUEST_PART = 2  # guests get at most this part of a host's window
-RESERVE_DOUBLINGS = 5  # 32 blocks for each running sequence are enough for any sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +59,23 @@ class Draft:
         """True when `candidate` can start, or has started."""
         if candidate.needs is None:
             return True
-        # Each time it had to give way it leaves twice the room, or it would come and go all the
-        # time while those before it grow, and every time its sweep would be for nothing.
-        reserve = self.reserve << min(candidate.seq.preemptions, RESERVE_DOUBLINGS)
-        self.closed = self.closed or self.seats <= 0 or candidate.needs + reserve > self.blocks
+        self.closed = candidate.needs + self.reserve > self.blocks
         return not self.closed
 
     def add(self, chosen: Candidate, share: int, block_size: int) -> None:
         """Choose the next `share` tokens of `chosen`."""
         self.shares.append((chosen.seq, share))
         self.left -= share
-        first, end = chosen.start // block_size, (chosen.start + share) // block_size
-        self.promised.update(chosen.seq.chain.keys[first:end])
+        self.promise(chosen, share, block_size)
         if chosen.needs is not None:
             self.seats -= 1
             self.blocks -= chosen.needs
             self.reserve += 1
+
+    def promise(self, chosen: Candidate, share: int, block_size: int) -> None:
+        """Note the blocks that `share` tokens of `chosen` fill."""
+        first, end = chosen.start // block_size, (chosen.start + share) // block_size
+        self.promised.update(chosen.seq.chain.keys[first:end])
 
 
 class Filling:
@@ -126,6 +126,7 @@ class Filling:
                 return
 
     def _host(self, draft: Draft, host: Candidate, others: Iterator[Candidate]) -> None:
+        draft.promise(host, draft.left, self._kv.block_size)  # as if nobody needed a guest's part
         draft.add(host, draft.left - draft.left // GUEST_PART, self._kv.block_size)
         for guest in others:
             if not draft.left:

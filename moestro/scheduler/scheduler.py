@@ -54,6 +54,8 @@ class Scheduler:
         check(request, self._limits, len(self._live) - self._limits.max_num_seqs)
         if request.id in self._live:
             raise InvalidRequest("A request with this id is being served already.")
+        if request.id in self._released:
+            self._released.remove(request.id)  # or the executor would forget the newcomer
         self._arrivals += 1
         tokens = [*request.prompt, *request.generated]
         seq = Sequence(request, self._arrivals, now, self._chain(request, tokens), tokens)

@@ -92,9 +92,15 @@ def create_app(settings: ServerSettings, engine: Engine, text: Text) -> FastAPI:
     app.state.service = service
     app.state.lifecycle = lifecycle
     for path, (handler, methods, model) in ROUTES.items():
-        _add(app, path, handler, methods, model)
+        for method in methods:
+            _add(app, path, handler, method, model if settings.docs else None)
     app.add_exception_handler(MoestroError, problems.handle)
     app.add_exception_handler(HTTPException, problems.handle)
+    _wrap(app, settings, lifecycle, metrics)
+    return app
+
+
+def _wrap(app: FastAPI, settings: ServerSettings, lifecycle: Lifecycle, metrics: Metrics) -> None:
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, settings=settings)
     if settings.api_key_hashes:
@@ -107,7 +113,6 @@ def create_app(settings: ServerSettings, engine: Engine, text: Text) -> FastAPI:
             allow_headers=["*"],
         )
     app.add_middleware(Edge, lifecycle=lifecycle, record=metrics.http)
-    return app
 
 
 def _lifespan(text: Text) -> Callable[[FastAPI], Any]:
@@ -131,27 +136,39 @@ def _quiet_sse() -> None:
     AppStatus.enable_automatic_graceful_drain = False
 
 
-def _add(
-    app: FastAPI, path: str, handler: Handler, methods: tuple[str, ...], model: type[Wire] | None
-) -> None:
+def _add(app: FastAPI, path: str, handler: Handler, method: str, model: type[Wire] | None) -> None:
     async def endpoint(request: Request) -> Response:
         service: Service = request.app.state.service
         return await handler(request, service)
 
-    body = None
-    if model is not None:
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-        schema.pop("$defs", None)
-        content = {"application/json": {"schema": schema}}
-        body = {"requestBody": {"required": True, "content": content}}
+    slug = path.replace("/", "_").replace("{id:path}", "id")
     app.add_api_route(
         path,
         endpoint,
-        methods=list(methods),
+        methods=[method],
         name=handler.__name__,
-        operation_id=f"{handler.__name__}{path.replace('/', '_').replace('{id:path}', 'id')}",
+        operation_id=f"{method.lower()}{slug}",
         description=handler.__doc__,
         response_model=None,
         response_class=Response,
-        openapi_extra=body,
+        openapi_extra=_described(model),
+        include_in_schema=method != "HEAD",
     )
+
+
+def _described(model: type[Wire] | None) -> dict[str, Any] | None:
+    """Return the documentation of a body that the route reads by itself."""
+    if model is None:
+        return None
+    schema = model.model_json_schema(ref_template="{model}")
+    content = {"application/json": {"schema": _inlined(schema, schema.pop("$defs", {}))}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schema: Any, named: dict[str, Any]) -> Any:
+    """Put named parts where they are referred to: the page has no other place for them."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inlined(named[schema["$ref"]], named)
+        return {key: _inlined(value, named) for key, value in schema.items()}
+    return [_inlined(item, named) for item in schema] if isinstance(schema, list) else schema

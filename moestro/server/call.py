@@ -85,31 +85,24 @@ def make_call(
     prompts: Sequence[Prompt],
     *,
     prefix: str,
+    param: str,
     model: str,
     max_model_len: int,
     arrived: float,
 ) -> Call:
     """Return the call with one engine request per choice.
 
-    Raises `ContextTooLong` for a prompt that leaves no room, `InvalidRequest` for an empty one.
+    Raises `ContextTooLong` for a prompt that leaves no room, `InvalidRequest` for an empty one;
+    both name `param`, the field that the prompts came from.
     """
     id = prefix + secrets.token_hex(12)
     requests: list[Request] = []
     for prompt in prompts:
         if not prompt.ids:
-            raise InvalidRequest("The prompt is empty: it gives no tokens.", param="prompt")
+            raise InvalidRequest("The prompt is empty: it gives no tokens.", param=param)
         asked = 1 if draft.output.discard else draft.asked
-        params = fit(draft.params, token_budget(asked, prompt.ids, max_model_len), asked)
-        requests += [
-            Request(
-                id=f"{id}-{len(requests) + i}",
-                prompt=prompt.ids,
-                sampling=replace(params, seed=seed_of_choice(draft.seed, i)),
-                priority=draft.priority,
-                cache_salt=draft.cache_salt,
-            )
-            for i in range(draft.n)
-        ]
+        budget = token_budget(asked, prompt.ids, max_model_len, param=param)
+        requests += _choices(draft, prompt, fit(draft.params, budget, asked), id, len(requests))
     return Call(
         id=id,
         model=model,
@@ -120,6 +113,22 @@ def make_call(
         requests=tuple(requests),
         output=draft.output,
     )
+
+
+def _choices(
+    draft: Draft, prompt: Prompt, params: SamplingParams, id: str, first: int
+) -> list[Request]:
+    """Return the requests of one prompt; their choice indices begin at `first`."""
+    return [
+        Request(
+            id=f"{id}-{first + i}",
+            prompt=prompt.ids,
+            sampling=replace(params, seed=seed_of_choice(draft.seed, i)),
+            priority=draft.priority,
+            cache_salt=draft.cache_salt,
+        )
+        for i in range(draft.n)
+    ]
 
 
 def priority_of(request: GenerationRequest) -> int:

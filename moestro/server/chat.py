@@ -33,6 +33,7 @@ async def prepare_chat(service: Service, body: dict[str, Any], arrived: float) -
         draft,
         [Prompt(ids)],
         prefix="chatcmpl-",
+        param="messages",
         model=model,
         max_model_len=service.info().max_model_len,
         arrived=arrived,

@@ -34,7 +34,7 @@ class ChatWire:
         ids = ""
         if index == 0 and self._output.token_ids:
             ids = f',"prompt_token_ids":{dump(self._call.prompts[0].ids)}'
-        return f"{self._head}{choice}{ids}{usage_suffix(generation)}}}\n\n"
+        return f"{self._head}{choice}{ids}{self._usage(generation)}}}\n\n"
 
     def piece(self, generation: Generation, index: int, piece: Piece) -> str:
         """Return the content chunk, unless it would be empty, and the finish chunk at the end."""
@@ -43,15 +43,18 @@ class ChatWire:
             out = (
                 f'{self._head}{{"index":{index},"delta":{{"content":{quote(piece.text)}}},'
                 f'"logprobs":{self._logprobs(piece)},"finish_reason":null{self._ids(piece)}}}]'
-                f"{usage_suffix(generation)}}}\n\n"
+                f"{self._usage(generation)}}}\n\n"
             )
         if piece.finish is not None:
             out += (
                 f'{self._head}{{"index":{index},"delta":{{}},"logprobs":null,'
                 f'"finish_reason":"{piece.finish.value}","stop_reason":{dump(piece.stop_reason)}}}]'
-                f"{usage_suffix(generation)}}}\n\n"
+                f"{self._usage(generation)}}}\n\n"
             )
         return out
+
+    def _usage(self, generation: Generation) -> str:
+        return usage_suffix(generation) if self._output.continuous_usage else ""
 
     def usage(self, generation: Generation) -> str:
         """Return the chunk without choices that carries the usage."""

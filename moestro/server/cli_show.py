@@ -63,17 +63,18 @@ async def _show_bar(progress: Callable[[], Progress], out: TextIO) -> None:
     columns = (
         rich.TextColumn("{task.description}"),
         rich.BarColumn(),
-        rich.DownloadColumn(binary_units=True),
-        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[amount]}"),
     )
     with rich.Progress(*columns, console=Console(file=out), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+        task = bar.add_task("starting", total=None, amount="")
         while True:
             stage, done, total = progress()
+            known = total > 1  # else the stage has no size
             bar.update(
                 task,
                 description=stage or "starting",
                 completed=done,
-                total=total if total > 1 else None,
+                total=total if known else None,
+                amount=f"{show_size(done)} of {show_size(total)}" if known else "",
             )
             await asyncio.sleep(TICK)

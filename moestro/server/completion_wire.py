@@ -55,6 +55,9 @@ class CompletionWire:
             extra += f',"stop_reason":{dump(piece.stop_reason)}'
         return self._chunk(generation, index, piece.text, logprobs, finish, extra)
 
+    def _usage(self, generation: Generation) -> str:
+        return usage_suffix(generation) if self._output.continuous_usage else ""
+
     def usage(self, generation: Generation) -> str:
         """Return the chunk without choices that carries the usage."""
         return f'{self._head}],"usage":{dump(usage_json(generation.usage()))}}}\n\n'
@@ -76,7 +79,7 @@ class CompletionWire:
     ) -> str:
         return (
             f'{self._head}{{"index":{index},"text":{quote(text)},"logprobs":{logprobs},'
-            f'"finish_reason":{finish}{extra}}}]{usage_suffix(generation)}}}\n\n'
+            f'"finish_reason":{finish}{extra}}}]{self._usage(generation)}}}\n\n'
         )
 
     def _choice(self, generation: Generation, index: int, parts: list[Piece]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from moestro.errors import InvalidRequest
 from moestro.server.call import Call, Draft, Prompt, check_shape, draft_of, make_call, output_of
 from moestro.server.refusals import REFUSED, check_best_of, check_extra
-from moestro.server.sampling import build, choices, stop_rules, whole
+from moestro.server.sampling import build, choices, stop_rules, token_budget, whole
 from moestro.server.schema import CompletionRequest, validate
 from moestro.server.service import Service
 from moestro.server.tokenizer import Tokenizer
@@ -27,21 +27,23 @@ async def prepare_completion(service: Service, body: dict[str, Any], arrived: fl
     check_best_of(extra, n)
     extra.pop("best_of", None)
     check_extra(extra, REFUSED, service.unknown)
-    given = prompts_of(request.prompt, service.settings.max_prompts)
     model = service.model_name(request.model)
     draft = _draft(request, service, n)
+    longest = service.info().max_model_len
+    given = prompts_of(request.prompt, service.settings.max_prompts, longest)
     for ids in given:
         check_ids(ids, service.vocabulary().size, "prompt")
     special = request.add_special_tokens is not False
-    prompts = await service.text.run(
-        _encode, service.text.tokenizer, given, special, draft.output.skip_special
-    )
+    tokenizer, skip = service.text.tokenizer, draft.output.skip_special
+    size = sum(map(len, given))
+    prompts = await service.text.run(_encode, tokenizer, given, special, skip, size=size)
     return make_call(
         draft,
         prompts,
         prefix="cmpl-",
+        param="prompt",
         model=model,
-        max_model_len=service.info().max_model_len,
+        max_model_len=longest,
         arrived=arrived,
     )
 
@@ -70,10 +72,11 @@ def _draft(request: CompletionRequest, service: Service, n: int) -> Draft:
     return draft_of(request, params, asked=asked, n=n, output=output)
 
 
-def prompts_of(prompt: Any, most: int) -> list[Given]:
+def prompts_of(prompt: Any, most: int, longest: int) -> list[Given]:
     """Return a list of prompts from a string, token ids, or a list of either.
 
-    Raises `InvalidRequest` for every other shape, for mixed lists and for more than `most`.
+    Raises `InvalidRequest` for every other shape, for mixed lists and for more than `most`, and
+    `ContextTooLong` for ids beyond `longest`, before looking at each of them.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -81,22 +84,24 @@ def prompts_of(prompt: Any, most: int) -> list[Given]:
         raise InvalidRequest("'prompt' is required.", param="prompt")
     if not isinstance(prompt, list) or not prompt:
         raise _bad_shape()
-    if all(_is_id(item) for item in prompt):
-        return [prompt]
-    if not (
-        all(isinstance(item, str) for item in prompt)
-        or all(isinstance(item, list) and all(map(_is_id, item)) for item in prompt)
-    ):
-        raise _bad_shape()
+    if type(prompt[0]) is int:
+        return [_ids(prompt, longest)]
     if len(prompt) > most:
         raise InvalidRequest(
             f"'prompt' may hold {most} prompts, not {len(prompt)}.", param="prompt"
         )
-    return prompt
+    if all(isinstance(item, str) for item in prompt):
+        return prompt
+    if all(isinstance(item, list) for item in prompt):
+        return [_ids(item, longest) for item in prompt]
+    raise _bad_shape()
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int
+def _ids(ids: list[Any], longest: int) -> list[int]:
+    token_budget(None, ids, longest, param="prompt")
+    if not all(type(item) is int for item in ids):
+        raise _bad_shape()
+    return ids
 
 
 def _bad_shape() -> InvalidRequest:

@@ -13,9 +13,10 @@ import time
 import traceback
 from collections.abc import Callable
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moestro.errors import BodyTimeout, BodyTooLarge, MoestroError
+from moestro.errors import BadKey, BodyTimeout, BodyTooLarge, MoestroError
 from moestro.server.auth import OPEN_PATHS, check_key
 from moestro.server.lifecycle import Lifecycle
 from moestro.server.problems import response_of
@@ -81,6 +82,8 @@ class Edge:
             if sent.status:
                 raise
             await response_of(error)(scope, receive, sent)
+        except ClientDisconnect:
+            log.debug("a client left before its request was complete")
         except Exception as exc:
             # The text of the exception may hold what the user wrote: log where, not what.
             trace = "".join(traceback.format_tb(exc.__traceback__))
@@ -130,7 +133,11 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI call."""
         if scope["type"] == "http" and self._guards(scope):
-            check_key(scope["headers"], self._accepted)
+            try:
+                check_key(scope["headers"], self._accepted)
+            except BadKey as error:
+                await response_of(error)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
     def _guards(self, scope: Scope) -> bool:
@@ -154,7 +161,8 @@ class BodyLimit:
         if declared.isdecimal() and int(declared) > self._settings.max_request_body:
             if header(scope, b"expect") is None:
                 await body.linger()
-            raise body.too_large()
+            await response_of(body.too_large())(scope, receive, send)
+            return
         await self._app(scope, body, send)
 
 

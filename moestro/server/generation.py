@@ -54,6 +54,7 @@ class Generation:
         self._index = {request.id: i for i, request in enumerate(call.requests)}
         self._clocks = [_Clock() for _ in call.requests]
         self._cached = [0] * len(call.prompts)
+        self._running = len(call.requests)
         self._metrics = metrics
         self._stream: Stream | None = None
 
@@ -92,7 +93,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """True when every choice has its end."""
-        return all(choice.finish is not None for choice in self.choices)
+        return self._running == 0
 
     def usage(self) -> Usage:
         """Return the counts so far."""
@@ -124,15 +125,21 @@ class Generation:
         touched: dict[int, int] = {}  # choice -> tokens in this batch
         for event in batch:
             index = self._index[event.id]
+            if self.choices[index].finish is not None:
+                continue  # said before the engine heard that a stop string had ended it
             touched[index] = touched.get(index, 0) + len(event.token_ids)
             self._push(index, event)
-        sent = []
-        for index in sorted(touched):
-            self._clock(index, touched[index], now)
-            sent.append((index, self.choices[index].take()))
-            if self.choices[index].finish is not None:
-                self._report(index, Finish.ABORT)
-        return sent
+        indices = sorted(touched) if len(touched) > 1 else touched
+        return [(index, self._take(index, touched[index], now)) for index in indices]
+
+    def _take(self, index: int, tokens: int, now: float) -> Piece:
+        if tokens:
+            self._clock(index, tokens, now)
+        piece = self.choices[index].take()
+        if piece.finish is not None:
+            self._running -= 1
+            self._report(index, piece.finish)
+        return piece
 
     def _push(self, index: int, event: TokenEvent) -> None:
         if event.finish is Finish.ERROR or event.finish is Finish.ABORT:
@@ -152,8 +159,6 @@ class Generation:
 
     def _clock(self, index: int, tokens: int, now: float) -> None:
         clock = self._clocks[index]
-        if not tokens:
-            return
         if not clock.first:
             clock.first = now
             self._metrics.first_token(now - self.call.arrived)

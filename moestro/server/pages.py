@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import moestro
+from moestro.errors import NotFound
 from moestro.server.prometheus import CONTENT_TYPE
 from moestro.server.service import Service
 from moestro.server.wire import reply
@@ -40,7 +41,10 @@ async def models(_request: Request, service: Service) -> Response:
 
 async def model(request: Request, service: Service) -> Response:
     """Show one served name."""
-    return reply(model_object(service, service.model_name(request.path_params["id"])))
+    id: str = request.path_params["id"]
+    if not id:
+        raise NotFound("No such route.")
+    return reply(model_object(service, service.model_name(id)))
 
 
 async def health(_request: Request, service: Service) -> Response:

@@ -6,7 +6,7 @@ No label ever holds what a client chose: model names are the served ones, paths 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -29,7 +29,24 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 LABELS = ("model_name", "engine")
 REASONS = tuple(f.value for f in Finish)
 REJECTIONS = ("queue_full", "loading", "draining", "engine_dead", "context_length_exceeded")
-DEFAULT_MODEL_LEN = 131072  # top of the token histograms: buckets must not change while running
+TOKENS = h.one_two_five(131072)  # not the model's own limit, so that dashboards stay comparable
+HISTOGRAMS: Mapping[str, Sequence[float]] = {
+    "time_to_first_token_seconds": h.TTFT,
+    "inter_token_latency_seconds": h.PER_TOKEN,
+    "request_time_per_output_token_seconds": h.PER_TOKEN,
+    "e2e_request_latency_seconds": h.REQUEST,
+    "request_queue_time_seconds": h.REQUEST,
+    "request_inference_time_seconds": h.REQUEST,
+    "request_prefill_time_seconds": h.REQUEST,
+    "request_decode_time_seconds": h.REQUEST,
+    "request_exposed_fetch_seconds": h.TTFT,
+    "request_prompt_tokens": TOKENS,
+    "request_generation_tokens": TOKENS,
+    "request_params_n": h.CHOICES,
+    "request_params_max_tokens": TOKENS,
+    "request_num_preemptions": h.PREEMPTIONS,
+    "iteration_tokens_total": h.STEP_TOKENS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +74,7 @@ class Metrics(Collector):
         self._rejected = dict.fromkeys(REJECTIONS, 0)
         self._seen: EngineStats | None = None
         self._http: dict[tuple[str, str, str], int] = {}
-        tokens = h.one_two_five(DEFAULT_MODEL_LEN)
-        self._histograms = {
-            "time_to_first_token_seconds": h.Histogram(h.TTFT),
-            "inter_token_latency_seconds": h.Histogram(h.PER_TOKEN),
-            "request_time_per_output_token_seconds": h.Histogram(h.PER_TOKEN),
-            "e2e_request_latency_seconds": h.Histogram(h.REQUEST),
-            "request_queue_time_seconds": h.Histogram(h.REQUEST),
-            "request_inference_time_seconds": h.Histogram(h.REQUEST),
-            "request_prefill_time_seconds": h.Histogram(h.REQUEST),
-            "request_decode_time_seconds": h.Histogram(h.REQUEST),
-            "request_exposed_fetch_seconds": h.Histogram(h.TTFT),
-            "request_prompt_tokens": h.Histogram(tokens),
-            "request_generation_tokens": h.Histogram(tokens),
-            "request_params_n": h.Histogram(h.CHOICES),
-            "request_params_max_tokens": h.Histogram(tokens),
-            "request_num_preemptions": h.Histogram(h.PREEMPTIONS),
-            "iteration_tokens_total": h.Histogram(h.STEP_TOKENS),
-        }
+        self._histograms = {name: h.Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
         self.first_token = self._histograms["time_to_first_token_seconds"].observe
         self.inter_token = self._histograms["inter_token_latency_seconds"].observe
         self.registry = CollectorRegistry(auto_describe=False)

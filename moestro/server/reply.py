@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import traceback
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from moestro.errors import MoestroError
 from moestro.server.choice import Piece
@@ -87,9 +88,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def usage_suffix(generation: Generation) -> str:
-    """Return what continuous_usage_stats adds at the end of every chunk."""
-    if not generation.call.output.continuous_usage:
-        return ""
+    """Return what continuous_usage_stats adds at the end of a chunk."""
     return f',"usage":{dump(usage_json(generation.usage()))}'
 
 
@@ -109,28 +108,64 @@ class TokenStream(EventSourceResponse):
     def __init__(self, generation: Generation, wire: Wire, settings: ServerSettings) -> None:
         self._generation = generation
         self._wire = wire
+        self._seen: set[int] = set()  # choices that were introduced
+        self._patience = settings.send_timeout
+        self._since = 0.0  # when the send that is under way began; 0 = none is
+        self._sender: asyncio.Task[Any] | None = None
+        self._stalled = False
+        self._timer: asyncio.TimerHandle | None = None
         super().__init__(
             self._events(),
             headers={"cache-control": "no-cache"},
             ping=settings.ping_interval,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             sep="\n",
-            send_timeout=settings.send_timeout,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; the engine's side is released even when nothing was ever sent."""
         async with self._generation:
             try:
+                self._look()
                 await super().__call__(scope, receive, send)
             except SendTimeoutError:
-                log.info("a client took nothing for %s s: its stream was ended", self.send_timeout)
+                log.info("a client took nothing for %g s: its stream was ended", self._patience)
+            finally:
+                if self._timer is not None:
+                    self._timer.cancel()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        # One timer for the whole stream: the library's cancel scope around every single send
+        # costs more than all the rest of a chunk.
+        self._sender = asyncio.current_task()
+        self._since = time.monotonic()
+        try:
+            await send(message)
+        except asyncio.CancelledError:
+            if not self._stalled or self._sender is None:
+                raise
+            self._sender.uncancel()
+            raise SendTimeoutError from None
+        finally:
+            self._since = 0.0
+
+    def _look(self) -> None:
+        """Cancel a send that takes too long; else look again when it would."""
+        now = time.monotonic()
+        due = (self._since or now) + self._patience
+        if due <= now and self._sender is not None:
+            self._stalled = True
+            self._sender.cancel()
+            return
+        self._timer = asyncio.get_running_loop().call_later(due - now, self._look)
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Yield SSE bytes: one write per batch, the end marker in the same write as the last."""
         try:
-            async for chunk in self._chunks():
-                yield chunk.encode("ascii")
+            async for batch in self._generation.pieces():
+                data = self._render(batch)
+                if data:
+                    yield data
         except MoestroError as error:
             yield event_of(error) + DONE
         except Exception as exc:
@@ -139,26 +174,23 @@ class TokenStream(EventSourceResponse):
             log.error("unexpected %s in a stream\n%s", type(exc).__name__, trace)
             yield event_of(MoestroError("Internal error.")) + DONE
 
-    async def _chunks(self) -> AsyncIterator[str]:
+    def _render(self, batch: list[tuple[int, Piece]]) -> bytes:
         generation, wire = self._generation, self._wire
-        seen: set[int] = set()
-        async for batch in generation.pieces():
-            out = [wire.first(generation, index) for index in self._starting(batch, seen)]
-            out += [wire.piece(generation, index, piece) for index, piece in batch]
-            if generation.done:
-                out.append(wire.usage(generation) if generation.call.output.include_usage else "")
-                out.append(DONE.decode())
-            text = "".join(out)
-            if text:
-                yield text
+        out = [wire.first(generation, index) for index in self._starting(batch)]
+        out += [wire.piece(generation, index, piece) for index, piece in batch]
+        if generation.done:
+            out.append(wire.usage(generation) if generation.call.output.include_usage else "")
+            out.append(DONE.decode())
+        return "".join(out).encode("ascii")
 
-    def _starting(self, batch: list[tuple[int, Piece]], seen: set[int]) -> list[int]:
+    def _starting(self, batch: list[tuple[int, Piece]]) -> Sequence[int]:
         """Return the choices to introduce now. Those of one prompt start together, in order.
 
         Clients that assemble choices expect index 0 first and no gaps.
         """
+        seen = self._seen
         if len(seen) == len(self._generation.choices):
-            return []
+            return ()
         n = self._generation.call.n
         prompts = sorted({index // n for index, _ in batch})
         new = [i for p in prompts for i in range(p * n, p * n + n) if i not in seen]

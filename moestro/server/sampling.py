@@ -109,20 +109,18 @@ def build(
         min_p=number("min_p", request.min_p, _or(defaults.min_p, 0.0), 0, 1),
         presence_penalty=number("presence_penalty", request.presence_penalty, 0.0, -2, 2),
         frequency_penalty=number("frequency_penalty", request.frequency_penalty, 0.0, -2, 2),
-        repetition_penalty=number(
-            "repetition_penalty",
-            request.repetition_penalty,
-            _or(defaults.repetition_penalty, 1.0),
-            0,
-            1e6,
-            over=True,
-        ),
+        repetition_penalty=_repetition(request, defaults),
         logit_bias=logit_bias(request.logit_bias or {}, vocabulary.size),
         eos_token_ids=() if request.ignore_eos else vocabulary.eos_token_ids,
         stop_token_ids=stop_token_ids(request.stop_token_ids or (), vocabulary.size),
     )
     seed_of(request.seed)
     return params if heat else replace(params, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def _repetition(request: GenerationRequest, defaults: GenerationDefaults) -> float:
+    default = _or(defaults.repetition_penalty, 1.0)
+    return number("repetition_penalty", request.repetition_penalty, default, 0, 1e6, over=True)
 
 
 def _or(value: float | None, default: float) -> float:
@@ -182,7 +180,9 @@ def seed_of_choice(seed: int | None, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def token_budget(wanted: int | None, prompt: Sequence[int], max_model_len: int) -> int:
+def token_budget(
+    wanted: int | None, prompt: Sequence[int], max_model_len: int, *, param: str
+) -> int:
     """Return how many tokens may follow `prompt`: what was asked for, within the context.
 
     Raises `ContextTooLong` when not even one fits. None asks for the rest of the context.
@@ -191,7 +191,8 @@ def token_budget(wanted: int | None, prompt: Sequence[int], max_model_len: int) 
     if left < 1:
         raise ContextTooLong(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
-            f"{len(prompt)} and at least one more is needed for the answer."
+            f"{len(prompt)} and at least one more is needed for the answer.",
+            param=param,
         )
     return left if wanted is None else min(wanted, left)
 

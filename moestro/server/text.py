@@ -19,6 +19,7 @@ from moestro.server.tokenizer import Tokenizer, read_config
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LONG = 200_000  # characters; tokenizing more than this takes a noticeable part of a second
 SLACK = 5.0  # seconds a template gets past its own limit before the caller stops waiting
 
 
@@ -31,6 +32,8 @@ class Text:
         self.tokenizer = tokenizer
         self.template = template
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="moestro-text")
+        # One thread of their own, so that short prompts do not wait behind megabytes.
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="moestro-long-text")
 
     @staticmethod
     def from_checkpoint(
@@ -55,9 +58,10 @@ class Text:
             log.warning("the chat template is broken, chat is refused: %s", template.problem)
         return Text(tokenizer, template, threads=threads)
 
-    async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Run `work(*args)` in the pool. Cancelling stops the waiting, not the work."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+    async def run(self, work: Callable[..., T], *args: Any, size: int = 0) -> T:
+        """Run `work(*args)` in a pool. Cancelling only stops the waiting. `size`: characters."""
+        pool = self._long_pool if size > LONG else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
 
     async def render(self, messages: Sequence[Any], options: RenderOptions, limit: float) -> str:
         """Return the prompt of a conversation. Raises `InvalidRequest`."""
@@ -73,11 +77,12 @@ class Text:
 
     async def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Return the token ids of `text`."""
-        return await self.run(self._encode, text, special)
+        return await self.run(self._encode, text, special, size=len(text))
 
     def close(self) -> None:
         """Let the threads end; work that runs is finished first."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._long_pool.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, special=special))

@@ -108,18 +108,25 @@ def test_logprobs_are_transformers(client: openai.OpenAI, cases: tuple[Case, ...
     found = answer.choices[0].logprobs
     assert found is not None
     assert found.token_logprobs is not None
-    assert found.token_logprobs[0] is None
-    assert found.token_logprobs[1:] == pytest.approx(case.logprobs, abs=1e-4)
+    values: list[float | None] = list(found.token_logprobs)
+    assert values[0] is None
+    assert values[1:] == pytest.approx(case.logprobs, abs=1e-4)
 
 
 def test_chat_streams_what_it_says_at_once(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "What is a lighthouse?"}]
-    settings = {"model": "tiny", "messages": messages, "max_tokens": 30, "seed": 5}
+    settings = {
+        "model": "tiny",
+        "messages": messages,
+        "seed": 5,
+        # The helper raises when the length ends a text, so let a seventh of all tokens end it.
+        "extra_body": {"stop_token_ids": list(range(10, 50))},
+    }
     whole = client.chat.completions.create(**settings, logprobs=True, top_logprobs=3)  # type: ignore[call-overload]
     with client.chat.completions.stream(**settings, logprobs=True, top_logprobs=3) as stream:  # type: ignore[arg-type]
         final = stream.get_final_completion()
     assert final.choices[0].message.content == whole.choices[0].message.content
-    assert final.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
     streamed, at_once = final.choices[0].logprobs, whole.choices[0].logprobs
     assert streamed is not None
     assert streamed.content is not None

@@ -43,6 +43,8 @@ def edit(model: Path, **changes: Any) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "default", "odd_factor": 4.0}}, "odd_factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "several values"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_local_experts": 5, "num_experts": 8}, "differ"),
         ({"hidden_size": -4}, "hidden_size"),
         ({"hidden_size": 48.5}, "hidden_size"),
@@ -62,6 +64,9 @@ def test_config_is_refused_by_name(model: Path, changes: dict[str, Any], words: 
 def test_both_spellings_of_a_config_mean_the_same(tmp_path: Path) -> None:
     old = tiny.make(tmp_path / "old", tiny.Spec("qwen3_moe", 3))
     new = tiny.make(tmp_path / "new", tiny.Spec("qwen3_moe", 3, v5_config=True))
+    assert load_spec(old) == load_spec(new)
+    raw = json.loads((old / "config.json").read_text())
+    edit(old, rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]})
     assert load_spec(old) == load_spec(new)
 
 

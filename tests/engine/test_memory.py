@@ -33,7 +33,7 @@ def test_everything_is_resident_when_there_is_room(spec: ModelSpec) -> None:
     plan = plan_memory(spec, layout(spec), Config(), 8 << 30)
     assert plan.slots == plan.experts + MIN_STAGING
     assert plan.max_model_len == spec.max_positions
-    assert plan.kv_tokens >= 64 * spec.max_positions
+    assert plan.kv_tokens >= 64 * 512
     assert plan.host_entries == MIN_ARENA
 
 
@@ -65,11 +65,16 @@ def test_a_plan_keeps_to_its_limits(
         max_sweep_tokens=64,
     )
     blob = layout(spec).nbytes
+    refusal: OutOfMemory | None
     try:
         plan = plan_memory(spec, layout(spec), config, free)
     except OutOfMemory as error:
-        assert "bytes" in error.message
-        assert error.param in {"gpu_memory", "kv_cache_tokens", "expert_slots", "host_memory"}
+        refusal = error
+    else:
+        refusal = None
+    if refusal is not None:
+        assert "bytes" in refusal.message
+        assert refusal.param in {"gpu_memory", "kv_cache_tokens", "expert_slots", "host_memory"}
         return
     assert plan.device <= gpu
     assert plan.blocks >= 1

@@ -138,7 +138,7 @@ def test_decode_steps_between_pieces_change_nothing(
     make: Callable[[float], tuple[Engine, Executor]],
 ) -> None:
     outcomes = []
-    for interleave in (False, True):
+    for enough in (lambda: False, lambda: True):
         _, executor = make(5e4)
         for id in "ab":
             executor.add(Request(id, prompt(30), GREEDY))
@@ -149,7 +149,7 @@ def test_decode_steps_between_pieces_change_nothing(
         blocks = tuple(range(16))
         while found is None or len(tokens) < 12:
             if found is None:
-                found = executor.advance(2, lambda: interleave)
+                found = executor.advance(2, enough)
             if len(tokens) < 12:
                 at = 29 + len(tokens)
                 step = DecodePlan((DecodeRow("a", tokens[-1], at, blocks, len(tokens)),))

@@ -13,7 +13,7 @@ from moestro.expert_cache.arena_table import ArenaTable
 from moestro.expert_cache.layout import gated_layout
 from tests.expert_cache.fakes import LAYOUT
 
-KEYS = range(8)
+KEYS = range(6)
 
 
 class ArenaModel(RuleBasedStateMachine):
@@ -52,10 +52,14 @@ class ArenaModel(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), works=st.booleans())
     def release(self, data: st.DataObject, works: bool) -> None:
-        key, filled = data.draw(st.sampled_from(self.leases))
-        others = [k for k, _ in self.leases].count(key) - 1
+        key, _ = data.draw(st.sampled_from(self.leases))
+        self.release_one(key, works)
+
+    def release_one(self, key: int, works: bool) -> None:
+        filled = next(filled for other, filled in self.leases if other == key)
+        self.leases.remove((key, filled))
+        others = sum(other == key for other, _ in self.leases)
         filled = filled or works or others > 0
-        self.leases.remove((key, next(f for k, f in self.leases if k == key)))
         self.table.release(key, filled=filled)
         if others:
             return
@@ -63,6 +67,12 @@ class ArenaModel(RuleBasedStateMachine):
             self.idle.append(key)
         else:
             del self.entries[key]
+
+    @rule(key=st.sampled_from(KEYS))
+    def use(self, key: int) -> None:
+        self.lease(key)
+        if (key, True) in self.leases or (key, False) in self.leases:
+            self.release_one(key, works=True)
 
     @rule(key=st.sampled_from(KEYS), in_slot=st.booleans())
     def shadow(self, key: int, in_slot: bool) -> None:
@@ -82,6 +92,7 @@ class ArenaModel(RuleBasedStateMachine):
         assert self.table.leased == len({key for key, _ in self.leases})
         assert self.table.only_here == len(self.entries.keys() - self.in_slots)
         self.table.check_shadows(self.in_slots)
+        self.table.check(idle=False)
         if self.leases:
             with pytest.raises(AssertionError):
                 self.table.check()
@@ -89,7 +100,7 @@ class ArenaModel(RuleBasedStateMachine):
             self.table.check()
 
 
-ArenaModel.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+ArenaModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestArenaTable = ArenaModel.TestCase
 
 
@@ -107,6 +118,12 @@ def test_a_copy_that_is_also_in_a_slot_leaves_first() -> None:
     assert sorted(table.keys()) == [1, 2, 4], "3 was the youngest, but redundant"
     put(table, 5)
     assert sorted(table.keys()) == [2, 4, 5], "then the least recently used"
+    table.shadow(4, True)
+    table.check()
+    table.shadow(4, False)
+    table.check()
+    put(table, 6)
+    assert sorted(table.keys()) == [4, 5, 6]
 
 
 def test_using_an_entry_makes_it_young() -> None:

@@ -100,10 +100,10 @@ def test_a_free_slot_is_always_taken(name: str, steps: list[Any]) -> None:
 
 
 @names
-@given(before=passes, after=passes, finish=st.booleans())
+@given(before=passes, after=passes)
 @settings(max_examples=15, deadline=None)
 def test_what_was_saved_goes_on_as_if_nothing_had_happened(
-    name: str, before: list[Any], after: list[Any], finish: bool, tmp_path_factory: Any
+    name: str, before: list[Any], after: list[Any], tmp_path_factory: Any
 ) -> None:
     path = tmp_path_factory.mktemp("state") / "policy.npz"
     old, new = make(name), make(name)
@@ -113,14 +113,9 @@ def test_what_was_saved_goes_on_as_if_nothing_had_happened(
     old.save(path)
     new.load(path)
     assert [p.name for p in path.parent.iterdir()] == [path.name], "no temporary file is left"
-    if finish:
-        later = feed(old, after, clock), feed(new, after)
-    else:
-        later = (clock + 1, 1)
+    later = feed(old, after, clock), feed(new, after)
     ranks = [p.rank(EVERY, at).tolist() for p, at in zip((old, new), later, strict=True)]
-    if name != "score":  # its recency rounds differently after a restart
-        assert ranks[0] == ranks[1]
-    assert sorted(ranks[1]) == EVERY.tolist()
+    assert ranks[0] == ranks[1]
 
 
 @names
@@ -264,8 +259,10 @@ def test_lru_frequency_ignores_a_single_use_but_not_a_habit() -> None:
     policy = make("lru_frequency")
     for clock in range(1, 4):
         touch(policy, clock, 1, 2)
+    touch(policy, 3, 5)
     touch(policy, 4, 8)
     assert not policy.admit(8, 1, 4), "one use is no reason to displace anybody"
+    assert not policy.admit(8, 5, 4), "not even who was used once, and before"
     assert not policy.admit(1, 2, 4), "equals do not exchange places"
     for clock in range(5, 15):
         touch(policy, clock, 8)
@@ -282,7 +279,7 @@ def test_score_weighs_its_three_terms() -> None:
     for policy in (frequent, recent, gated):
         touch(policy, 1, 1, 1, 2, gates=[0.1, 0.1, 0.9])
         touch(policy, 2, 3, gates=[0.2])
-    assert [first(policy, 2, 1, 2, 3) for policy in (frequent, recent, gated)] == [3, 1, 3]
+    assert [first(policy, 2, 1, 2, 3) for policy in (frequent, recent, gated)] == [2, 1, 1]
     assert [first(policy, 2, 1, 2) for policy in (frequent, gated)] == [2, 1]
     assert (gated.wants_gates, frequent.wants_gates) == (True, False)
     assert recent.admit(3, 1, 2)

@@ -95,6 +95,16 @@ def test_under_crowding_only_the_idle_are_replaced() -> None:
     assert resident(residency, 2) == [0]
 
 
+def test_two_passes_without_use_make_a_victim() -> None:
+    residency = make("lru", 3)
+    for number, experts in enumerate(([0, 1, 2], [0, 1, 3], [0, 1, 3])):
+        residency.begin_pass()
+        serve(residency, 0, experts)
+        serve(residency, 3, [7])
+        assert residency.crowded
+        assert resident(residency, 0) == ([0, 1, 2] if number < 2 else [0, 1, 3])
+
+
 def test_crowding_counts_each_expert_of_a_pass_once() -> None:
     residency = make("lru", 3)
     residency.begin_pass()
@@ -149,6 +159,19 @@ def test_decode_misses_are_admitted_busiest_first() -> None:
     assert resident(residency, 0) == [2, 3]
 
 
+def test_what_the_rest_of_the_layer_wants_is_no_victim_either() -> None:
+    residency = make("lru", 2)
+    residency.begin_pass()
+    serve(residency, 0, [0])
+    serve(residency, 1, [0])
+    for _ in range(3):
+        residency.begin_pass()
+    part, whole = np.bincount([2, 3], minlength=EXPERTS), np.bincount([0, 2, 3], minlength=EXPERTS)
+    wanted, _held = residency.want(0, part, None)
+    placed = residency.place(0, wanted, whole)
+    assert [place.evicted for place in placed] == [EXPERTS, -1]
+
+
 def test_what_this_layer_wants_is_never_its_own_victim() -> None:
     residency = make("lru", 2)
     residency.begin_pass()
@@ -176,7 +199,7 @@ def test_a_refused_newcomer_leaves_the_victim_to_the_next() -> None:
     for _ in range(3):
         residency.begin_pass()
     counts = np.bincount([3, 3, 4], minlength=EXPERTS)
-    wanted, _ = residency.want(1, counts, None)
+    wanted, _held = residency.want(1, counts, None)
     placed = residency.place(1, wanted, counts)
     assert [(place.expert, place.slot) for place in placed] == [(3, STAGE), (4, 0)]
 

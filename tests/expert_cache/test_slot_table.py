@@ -101,6 +101,7 @@ class SlotTableModel(RuleBasedStateMachine):
         assert table.evictable().tolist() == sorted(self.owned.keys() - set(self.pins))
         assert table.free == self.cache - len(self.owned) - len(self.reserved)
         assert table.resident == len(self.owned)
+        table.check(idle=False)
         if self.reserved or self.staged or self.pins:
             with pytest.raises(AssertionError):
                 table.check()
@@ -108,9 +109,7 @@ class SlotTableModel(RuleBasedStateMachine):
             table.check()
 
 
-SlotTableModel.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None
-)
+SlotTableModel.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestSlotTable = SlotTableModel.TestCase
 
 

@@ -129,7 +129,7 @@ def test_a_missing_file_or_expert_is_named(checkpoint: Checkpoint, store: Safete
     with pytest.raises(ModelError, match="no expert 7 in MoE layer 1"):
         store.read(1, 7, blob.data)
     checkpoint.path.unlink()
-    with pytest.raises(ModelError, match="cannot open .*layer1"):
+    with pytest.raises(ModelError, match=r"cannot open .*layer1"):
         SafetensorsStore(store.layout, checkpoint.sources)
 
 

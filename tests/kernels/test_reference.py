@@ -102,9 +102,7 @@ def test_grouped_experts(draw: torch.Generator) -> None:
     gate_up = [torch.randn(10, 6, generator=draw) for _ in range(3)]
     down = [torch.randn(6, 5, generator=draw) for _ in range(3)]
     sizes = [4, 1, 2]
-    got = ops.grouped_experts(
-        rows, sizes, [w.t() for w in gate_up], [w.t() for w in down]
-    )
+    got = ops.grouped_experts(rows, sizes, [w.t() for w in gate_up], [w.t() for w in down])
     owner = [0] * 4 + [1] + [2] * 2
     for row, expert in enumerate(owner):
         gate, up = (gate_up[expert] @ rows[row]).chunk(2)

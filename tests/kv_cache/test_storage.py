@@ -8,9 +8,7 @@ from moestro.kv_cache.storage import KVStorage
 
 
 def storage() -> KVStorage:
-    return KVStorage(
-        blocks=5, layers=3, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32
-    )
+    return KVStorage(blocks=5, layers=3, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
 def test_gather_returns_what_was_written_in_order() -> None:

@@ -6,7 +6,8 @@ evicted or read from the disk would prove nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,33 @@ def test_without_prefix_reuse(name: str, checkpoint: Checkpoints, golden: Golden
             stats = assert_greedy_text(engine, golden(name))
         assert stats.kv.prefix_hits == 0
         assert stats.kv.blocks_cached == 0
+
+
+def continuations(
+    engine: Engine, prompts: Sequence[Sequence[int]], salts: Sequence[str | None]
+) -> list[list[float]]:
+    """Log-probabilities of 8 greedy tokens after each prompt, one prompt after the other."""
+    found = []
+    for number, (prompt, salt) in enumerate(zip(prompts, salts, strict=True)):
+        request = replace(drive.greedy(str(number), prompt, 8, logprobs=1), cache_salt=salt)
+        output = drive.generate(engine, [request])[request.id]
+        found.append([one.logprob for one in output.logprobs])
+    return found
+
+
+@one_per_family
+def test_blocks_are_reused_only_after_the_same_past(
+    name: str, checkpoint: Checkpoints, golden: Goldens
+) -> None:
+    long = golden(name).cases[-1].prompt
+    first, other, common = long[:16], long[16:32], long[32:72]
+    prompts = [first + common, other + common, first + other + common, first + common]
+    salts = [None, None, None, "mine"]
+    with drive.engine(checkpoint(name), enable_prefix_caching=False) as engine:
+        want = continuations(engine, prompts, salts)
+    with drive.engine(checkpoint(name)) as engine:
+        found = continuations(engine, prompts, salts)
+        assert engine.stats().kv.prefix_hits == 16  # the third begins like the first
+    assert found[0] == pytest.approx(found[3], abs=1e-4)
+    for one, same in zip(found, want, strict=True):
+        assert one == pytest.approx(same, abs=1e-4)

@@ -167,6 +167,27 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(
             assert preemptions > 0 or squeeze != "preempted"
 
 
+def test_going_on_after_an_engine_that_died(checkpoint: Checkpoints, golden: Goldens) -> None:
+    prompt = golden(NAME).cases[9].prompt
+    whole = [Request(str(n), prompt, params) for n, params in enumerate(mixed())]
+    with drive.engine(checkpoint(NAME)) as engine:
+        done = drive.generate(engine, whole)
+    rest = [
+        replace(request, generated=tuple(done[request.id].tokens[: 3 + 2 * n]))
+        for n, request in enumerate(whole)
+    ]
+    with drive.engine(checkpoint(NAME)) as engine:
+        outputs = drive.generate(engine, rest)
+    for request in rest:
+        output, want = outputs[request.id], done[request.id]
+        assert [*request.generated, *output.tokens] == want.tokens
+        new = want.logprobs[len(request.generated) :]
+        assert [one.token_id for one in output.logprobs] == [one.token_id for one in new]
+        assert [one.logprob for one in output.logprobs] == pytest.approx(
+            [one.logprob for one in new], abs=1e-4
+        )
+
+
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.6},
     "top_k": {"top_k": 4, "temperature": 2.0},

@@ -35,7 +35,8 @@ class Output:
 @contextmanager
 def engine(checkpoint: Path, **settings: Any) -> Iterator[Engine]:
     """An engine over `checkpoint` in float32. On leaving it must be idle and its books right."""
-    config = Config(**{"device": "cpu", "dtype": "float32", "threads": 1} | settings)
+    plain = {"device": "cpu", "dtype": "float32", "threads": 1}
+    config = Config.model_validate(plain | settings)
     built = build_engine(config, checkpoint)
     try:
         yield built

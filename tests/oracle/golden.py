@@ -11,6 +11,7 @@ batch of one as well, for the price of 16 passes more.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,11 +63,9 @@ def prompts(vocab: int, seed: int = 0) -> list[list[int]]:
 
 def load(checkpoint: Path) -> Any:
     """The checkpoint in transformers, in float32; every tensor must find its place."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model, report = AutoModelForCausalLM.from_pretrained(
+    transformers = _transformers()
+    transformers.utils.logging.disable_progress_bar()
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, output_loading_info=True
     )
     problems = {key: value for key, value in report.items() if value}
@@ -130,12 +129,10 @@ def generate(
 
     `watch`, a logits processor, sees every step.
     """
-    from transformers import GenerationConfig
-
     width = max(map(len, asked))
     rows = [[vocabulary.PAD] * (width - len(p)) + p for p in asked]
     mask = [[0] * (width - len(p)) + [1] * len(p) for p in asked]
-    settings = GenerationConfig(
+    settings = _transformers().GenerationConfig(
         max_new_tokens=new_tokens,
         do_sample=False,
         eos_token_id=None,
@@ -184,11 +181,15 @@ def _router_margins(model: Any) -> Iterator[list[float]]:
             hook.remove()
 
 
+def _transformers() -> Any:
+    """The library, loaded late (it takes seconds) and untyped (its types promise too much)."""
+    return importlib.import_module("transformers")
+
+
 def _fingerprint(checkpoint: Path) -> str:
     """Changes with any file that can change an answer, and with the version of transformers."""
-    import transformers
-
-    digest = hashlib.sha256(f"{transformers.__version__} {NEW_TOKENS} {LENGTHS} {SHARED}".encode())
+    version = _transformers().__version__
+    digest = hashlib.sha256(f"{version} {NEW_TOKENS} {LENGTHS} {SHARED}".encode())
     for file in sorted(checkpoint.glob("*")):
         digest.update(file.name.encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())

@@ -41,7 +41,8 @@ SPECS = {
         "olmoe", 9, kv_heads=4, tied=True, shards=4, norm_topk=False, hidden=64, top_k=4
     ),
     "olmoe-packed-bf16": Spec(
-        "olmoe", 31, kv_heads=1, packed=True, v5_config=True, dtype="bfloat16", norm_topk=False
+        "olmoe", 31, kv_heads=1, packed=True, v5_config=True, dtype="bfloat16", norm_topk=False,
+        extra=(("rope_theta", 10000.0),),  # some files have both spellings
     ),
     "mixtral": Spec("mixtral", 1),
     "mixtral-sharded": Spec("mixtral", 7, shards=5, experts=4, top_k=2, intermediate=48),

@@ -30,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness = Harness(
             blocks=blocks,
             seqs=seqs,
+            queued=1000,
             window=window,
             prefix_caching=caching,
             small=max(1, window // 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -120,21 +121,24 @@ class _Quiet(uvicorn.Server):
 
 
 @asynccontextmanager
-async def on_socket(setup: Setup, **options: Any) -> AsyncIterator[Server]:
+async def on_socket(setup: Setup, *, small_buffers: bool = False) -> AsyncIterator[Server]:
     app, engine = setup.build()
     await engine.start()
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, **(serve_options() | options))
+    options = {**serve_options(), "timeout_graceful_shutdown": 1}
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, **options)
     server = _Quiet(config)
     task = asyncio.create_task(server.serve())
     try:
         while not server.started:
             await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        door = server.servers[0].sockets[0]
+        if small_buffers:  # inherited by every connection
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        port = door.getsockname()[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             yield Server(app, engine, client, port)
     finally:
         server.should_exit = True
-        server.force_exit = True
         await task
         await engine.aclose()
 
@@ -157,7 +161,8 @@ def listen() -> Make:
     """The same on a socket of 127.0.0.1, for what only shows there."""
 
     def build(said: Any, **fields: Any) -> AbstractAsyncContextManager[Server]:
-        options = fields.pop("options", {})
-        return on_socket(Setup(said if callable(said) else saying(said), **fields), **options)
+        small = fields.pop("small_buffers", False)
+        setup = Setup(said if callable(said) else saying(said), **fields)
+        return on_socket(setup, small_buffers=small)
 
     return build

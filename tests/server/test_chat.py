@@ -201,7 +201,10 @@ async def test_the_ends_of_a_prompt(make: Make) -> None:
     async with make("x") as server:
         closed = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe sky <|im_end|>\n"
         assert await prompt_of(server, history, add_generation_prompt=False) == closed
-        fields = {"add_generation_prompt": False, "continue_final_message": True}
+        fields: dict[str, Any] = {
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        }
         opened = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe sky "
         assert await prompt_of(server, history, **fields) == opened
         error = await refused(server, messages=history, continue_final_message=True)
@@ -263,6 +266,15 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         find_template(tmp_path, {"chat_template": named[:1]})
     (tmp_path / "chat_template.jinja").write_text("file")
     assert find_template(tmp_path, {"chat_template": "config"}) == "file"
+
+
+async def test_a_context_that_is_full_names_the_messages(make: Make) -> None:
+    async with make("x") as server:
+        error = await refused(server, messages=[{"role": "user", "content": "x" * 5000}])
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        # Longer than what the pool for short texts takes.
+        error = await refused(server, messages=[{"role": "user", "content": "x" * 200_001}])
+        assert error["code"] == "context_length_exceeded"
 
 
 def test_a_checkpoint_without_a_template_warns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,12 @@ from moestro.server.choice import ChoiceText
 from moestro.server.detokenize import ByteDetokenizer, byte_table
 from moestro.server.sampling import StopRules
 from moestro.server.stops import StopMatcher
-from moestro.types import Finish, TokenEvent
-from tests.fakes import EOS, FIRST_BYTE, byte_tokenizer, info
+from moestro.types import Finish, Request, TokenEvent
+from tests.fakes import EOS, FIRST_BYTE, byte_tokenizer, info, spelled
 from tests.server.conftest import Make
+from tests.server.sse import parse
 
+TABLE = byte_table(byte_tokenizer())
 SPLIT = (b"ABC", b"DEF", b"G", b"HI", b"J", b"tail")
 
 
@@ -61,6 +64,43 @@ async def test_case_01_the_engine_is_told_to_end(make: Make) -> None:
         assert body["usage"]["completion_tokens"] == 2
         await server.idle()
         assert server.engine.aborted == [server.engine.opened[0].id]
+
+
+async def test_case_01_the_other_choices_go_on(make: Make) -> None:
+    def script(request: Request) -> list[int]:
+        return spelled("a|b|c" if request.id.endswith("-0") else "abcabc")
+
+    async with make(script, engine={"manual": True}) as server:
+        task = asyncio.create_task(server.complete(n=2, stop="|", max_tokens=6))
+        while not server.engine.opened:
+            await asyncio.sleep(0.005)
+        for _ in range(3):
+            server.engine.step()
+            await asyncio.sleep(0.01)
+        first, second = (request.id for request in server.engine.opened)
+        assert server.engine.aborted == [first]
+        assert server.engine.open_ids == [second]
+        for _ in range(3):
+            server.engine.step()
+        body = (await task).json()
+        assert [choice["text"] for choice in body["choices"]] == ["a", "abcabc"]
+        assert body["usage"]["completion_tokens"] == 2 + 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_case_01_what_was_said_past_a_stop_is_dropped(make: Make, stream: bool) -> None:
+    async with make("ab|cdef", engine={"manual": True}) as server:
+        task = asyncio.create_task(server.complete(stop="|", max_tokens=50, stream=stream))
+        while not server.engine.opened:
+            await asyncio.sleep(0.005)
+        for _ in range(6):  # all of it before the server looks once
+            server.engine.step()
+        response = await task
+        if stream:
+            assert parse(response.content).text() == "ab"
+        else:
+            assert response.json()["choices"][0]["text"] == "ab"
+            assert response.json()["usage"]["completion_tokens"] == 3
 
 
 async def test_case_02_a_turn_marker_in_plain_pieces_is_swallowed(make: Make) -> None:
@@ -232,9 +272,8 @@ def reference(text: str, stops: Sequence[str]) -> str:
 def test_any_cutting_gives_the_reference_text(
     text: str, stops: list[str], cuts: list[int], detailed: bool
 ) -> None:
-    table = byte_table(byte_tokenizer())
-    assert table is not None
-    choice = ChoiceText(ByteDetokenizer(table.plain, 0), StopRules(tuple(stops)), detailed=detailed)
+    assert TABLE is not None
+    choice = ChoiceText(ByteDetokenizer(TABLE.plain, 0), StopRules(tuple(stops)), detailed=detailed)
     tokens = [4 + byte for byte in text.encode()]
     borders = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     given_out = ""

@@ -1,7 +1,7 @@
-"""The demo model's tokens: bytes, three special tokens and the chat template; packing of conversations into rows.
+"""The demo model's tokens: bytes, three special ones, the chat template; packing into rows.
 
-`encode` is the fast path for training. export.py writes the same vocabulary as a tokenizer.json, and a test holds the
-two together.
+`encode` is the fast path for training. export.py writes the same vocabulary as a tokenizer.json,
+and a test holds the two together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .data import Message, training_conversation
 
-# Ids 0-255 are the bytes themselves, so digits and letters are single tokens and any text has an encoding.
+# Ids 0-255 are the bytes: digits and letters are single tokens, and any text has an encoding.
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 SPECIAL_TOKENS = {END_OF_TEXT: "<|endoftext|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
 VOCAB_SIZE = 320  # rounded up: the rows above the specials are never a target
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# Reading the question is worth a little: it teaches the words. Numbers in it are noise, so it is worth no more.
+# Reading the question is worth a little: it teaches words. Its numbers are noise, so no more.
 QUESTION_WEIGHT = 0.05
 
 
@@ -53,8 +53,8 @@ Packed = tuple[NDArray[np.int16], NDArray[np.int16], NDArray[np.float32]]
 def pack_rows(rng: Random, rows: int, length: int) -> Packed:
     """Random training conversations side by side.
 
-    Returns token ids, the number of the conversation each token belongs to (0 is padding; attention stays within a
-    number) and target weights, all [rows, length].
+    Returns token ids, the number of the conversation each token belongs to (0 is padding; attention
+    stays within a number) and target weights, all [rows, length].
     """
     ids = np.full((rows, length), END_OF_TEXT, np.int16)
     owner = np.zeros((rows, length), np.int16)

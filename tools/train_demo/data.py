@@ -1,7 +1,8 @@
 """Demo data: the held-out split, and conversations built from the tasks. No tensors and no tokens.
 
-The split hashes each example's key, so it needs no stored list and cannot drift: the same key is on the same side in
-every run, process and Python version. Training draws only from one side, the final turn of a test from the other.
+The split hashes each example's key, so it needs no stored list and cannot drift: the same key is on
+the same side in every run, process and Python version. Training draws only from one side, the final
+turn of a test from the other.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import zlib
 from dataclasses import dataclass
 from random import Random
 
-from .phrases import SYSTEM_ROLES, SYSTEM_RULES
-from .tasks import TASKS, Example, Turn
+from .example import Example, Turn
+from .smalltalk import SYSTEM_ROLES, SYSTEM_RULES
+from .tasks import TASKS
 
 Message = dict[str, str]  # role and content, as chat APIs and chat templates take it
 
@@ -69,14 +71,14 @@ def training_conversation(rng: Random) -> list[Message]:
     with_memory = True
     for _ in range(length):
         example = draw_any(rng, with_memory=with_memory)
-        # Only one memory example in a conversation: a second could contradict what the first one told.
+        # Only one memory example in a conversation: a second could contradict the first.
         with_memory = with_memory and example.task != "memory"
         turns += turns_of(rng, example)
     return to_messages(system_prompt(rng), turns)
 
 
 def held_out_trial(rng: Random, task: str) -> Trial:
-    """A test of one task: alone in half of the trials, after one to three other turns in the rest."""
+    """A test of one task: half of them alone, half after one to three other turns."""
     example = draw(rng, task, held_out=True)
     history = [draw_any(rng, with_memory=False) for _ in range(rng.choice((0, 0, 0, 1, 2, 3)))]
     turns = [(past.question, past.answer) for past in history] + turns_of(rng, example)

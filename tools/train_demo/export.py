@@ -1,6 +1,7 @@
-"""The demo checkpoint on disk: hub tensor names, config, tokenizer and chat template; reading its weights back.
+"""The demo checkpoint on disk: hub tensor names, config, tokenizer, chat template; reading it back.
 
-Training calls `save_checkpoint` when it ends. The model card is written apart (card.py), once scores are known.
+Training calls `save_checkpoint` when it ends. The model card is written apart (card.py), once
+scores are known.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STACKED = re.compile(r"layers\.\d+\.mlp\.(gate_proj|up_proj|down_proj)$")
 
 
 def hub_tensors(model: DemoModel) -> dict[str, Tensor]:
-    """The weights in bf16 under the names Qwen3-MoE checkpoints use: one tensor for each expert's projection."""
+    """The weights in bf16 under Qwen3-MoE's published names, one tensor an expert's projection."""
     tensors: dict[str, Tensor] = {}
     experts = model.shape.num_experts
     for name, value in model.state_dict().items():
@@ -48,15 +49,16 @@ def load_tensors(model: DemoModel, folder: Path) -> None:
             state[name] = saved[name if name.startswith("lm_head") else f"model.{name}"]
             continue
         prefix, projection = name.rsplit(".", 1)
+        experts = range(model.shape.num_experts)
         parts = [
-            saved[f"model.{prefix}.experts.{expert}.{projection}.weight"] for expert in range(model.shape.num_experts)
+            saved[f"model.{prefix}.experts.{expert}.{projection}.weight"] for expert in experts
         ]
         state[name] = torch.stack(parts).view(value.shape)
     model.load_state_dict(state)
 
 
 def model_config(shape: Shape) -> dict[str, Any]:
-    """config.json. `rope_theta` and `torch_dtype` repeat newer keys for readers that know only the older ones."""
+    """config.json. `rope_theta` and `torch_dtype` repeat newer keys under their older names."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -85,8 +87,8 @@ def model_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-# Each right answer is one text, so sampling far from the likeliest token can only spoil it. A client that sends no
-# temperature gets the server's default, and many servers take that default from this file.
+# Each right answer is one text, so sampling far from the likeliest token can only spoil it. Clients
+# that send no temperature get the server's default, which many servers take from this file.
 GENERATION_CONFIG: dict[str, Any] = {
     "bos_token_id": END_OF_TEXT,
     "eos_token_id": [IM_END, END_OF_TEXT],
@@ -100,17 +102,21 @@ GENERATION_CONFIG: dict[str, Any] = {
 def build_tokenizer() -> Tokenizer:
     """A byte-level tokenizer without merges. Byte b is token b."""
     alphabet = _byte_letters()
-    tokenizer = Tokenizer(BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS.values()])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in SPECIAL_TOKENS.values()]
+    )
     return tokenizer
 
 
 def _byte_letters() -> list[str]:
     """The letter that stands for each byte in a byte-level vocabulary, in byte order.
 
-    Printable Latin-1 bytes stand for themselves; the others get the code points from 256 on, in byte order.
+    Printable Latin-1 bytes stand for themselves; the others get the code points from 256 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,8 +1,9 @@
-"""The demo network while it trains: Qwen3-MoE's mathematics and parameter names, with stacked experts.
+"""The demo network while it trains: Qwen3-MoE's mathematics and names, with stacked experts.
 
-Every expert computes every token and a mask keeps the chosen four. That is eight times the arithmetic of the real
-thing, but at this size it is one large matrix product without gathers or host waits, and trains fast enough.
-Serving and generation are not here: the exported checkpoint goes to transformers or to Moestro for that.
+Every expert computes every token and a mask keeps the chosen four. That is eight times the
+arithmetic of the real thing, but at this size it is one large matrix product without gathers or
+host waits, and trains fast enough. Serving and generation are not here: the exported checkpoint
+goes to transformers or to Moestro for that.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, depth_scale: float) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        queries, keys = (
+            shape.num_attention_heads * shape.head_dim,
+            shape.num_key_value_heads * shape.head_dim,
+        )
         self.q_proj = linear(shape.hidden_size, queries)
         self.k_proj = linear(shape.hidden_size, keys)
         self.v_proj = linear(shape.hidden_size, keys)
@@ -70,15 +74,17 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], visible: Tensor) -> Tensor:
+        """Attend where `visible`, [rows, 1, length, length], allows it."""
         split = (*x.shape[:2], -1, self.head_dim)  # [rows, length, heads, head_dim]
         q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), rope)
         k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), rope)
         v = self.v_proj(x).view(split).transpose(1, 2)
-        # The fused kernels that take a mask know no grouped heads, so keys and values are repeated for them.
+        # Fused kernels that take a mask know no grouped heads: repeat keys and values for them.
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
         # The norms compute in float32 under autocast; attention wants one type.
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=visible)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        merged: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return merged
 
 
 class Experts(nn.Module):
@@ -92,9 +98,12 @@ class Experts(nn.Module):
         # Experts lie one after the other, so that all of them are one matrix product.
         self.gate_proj = nn.Parameter(torch.randn(experts * inner, hidden) / math.sqrt(hidden))
         self.up_proj = nn.Parameter(torch.randn(experts * inner, hidden) / math.sqrt(hidden))
-        self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner) * depth_scale / math.sqrt(inner))
+        self.down_proj = nn.Parameter(
+            torch.randn(experts, hidden, inner) * depth_scale / math.sqrt(inner)
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Route and compute every token of x, [rows, length, hidden]."""
         tokens = x.flatten(0, 1)  # [tokens, hidden]
         share = self.gate(tokens).float().softmax(-1)  # [tokens, experts]
         top, picked = share.topk(self.chosen, -1)
@@ -118,7 +127,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Experts(shape, depth_scale)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], visible: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention, then experts, each added to what came in."""
         x = x + self.self_attn(self.input_layernorm(x), rope, visible)
         moved, balance = self.mlp(self.post_attention_layernorm(x))
         return x + moved, balance
@@ -137,7 +149,10 @@ class DemoModel(nn.Module):
         self.lm_head = linear(shape.hidden_size, shape.vocab_size, 0.5)
 
     def forward(self, ids: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [rows, length, vocabulary] and the mean balance loss. `owner` keeps packed conversations apart."""
+        """Logits [rows, length, vocabulary] and the mean balance loss.
+
+        `owner` keeps packed conversations apart: attention stays within equal numbers.
+        """
         length = ids.shape[1]
         order = torch.arange(length, device=ids.device)
         same = owner[:, None, :, None] == owner[:, None, None, :]

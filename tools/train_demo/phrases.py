@@ -1,4 +1,4 @@
-"""How each demo task is worded: templates, small talk and system prompts. Data, and one function that varies it."""
+"""How the tasks with one right result are worded: templates, and how they vary."""
 
 from __future__ import annotations
 
@@ -171,6 +171,8 @@ COUNT_UP = (
     "Give me all numbers between {a} and {b}, both included.",
 )
 
+COUNT_FROM_ONE = "Count to {b}."
+
 COUNT_DOWN = (
     "Count down from {b} to {a}.",
     "Count backwards from {b} to {a}.",
@@ -193,6 +195,8 @@ FIELD = (
 
 JSON = (
     "Extract {fields} as JSON: {text}",
+    "Extract the {fields} as JSON: {text}",
+    "Give me the {fields} as JSON. {text}",
     "Give JSON with {fields}: {text}",
     "Return a JSON object with {fields}. {text}",
     "{text} Write {fields} as JSON.",
@@ -243,139 +247,29 @@ EVENT_TEXTS = (
     "The {event} in {place} starts at {time} on {day}.",
 )
 
-EVENTS = "concert meeting party lecture market workshop festival match exhibition picnic".split()
-
-SKILLS = (
-    "I can add and subtract, count, spell words backwards, sort words, count letters, convert units, "
-    "name capitals, answer yes or no, and write JSON."
-)
-TOO_LARGE = "Sorry, I can only add and subtract numbers below 100."
-NOT_KNOWN = "Sorry, I do not know that country."
-NOT_UNDERSTOOD = "Sorry, I do not understand. Ask me what I can do."
-TOO_HARD = f"Sorry, that is too hard for me. I am a tiny demo model. {SKILLS}"
-
-# answer -> ways to ask for it
-TALK: dict[str, tuple[str, ...]] = {
-    "Hello! How can I help you?": (
-        "Hello!", "Hello", "Hi!", "Hi there", "Hey", "Hi", "Good morning!", "Good evening!", "Hello there!",
-        "Good day", "Greetings!", "Hello, Moestro!", "Hi, Moestro!", "Howdy",
-    ),
-    "I am fine, thank you. How can I help you?": (
-        "How are you?", "How are you doing?", "How do you do?", "How is it going?", "Are you well?",
-        "How are you today?", "How do you feel?", "How's it going?",
-    ),
-    "I am the Moestro demo model: small, but made of many experts.": (
-        "Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "Introduce yourself.",
-        "Are you an AI?", "Are you a language model?", "What model are you?", "Which model is this?",
-        "Are you ChatGPT?", "Do you have a name?", "Are you human?",
-    ),
-    "You are welcome.": (
-        "Thank you!", "Thanks", "Thank you very much.", "Thanks a lot!", "Many thanks!", "Great, thanks!",
-        "Thanks for your help.", "Thank you so much!", "That helped, thank you.", "Cheers!",
-    ),
-    "Goodbye!": (
-        "Goodbye", "Bye!", "See you later.", "Good night!", "Bye bye", "See you!", "I have to go now.",
-        "That is all, goodbye.", "See you tomorrow.", "Farewell!",
-    ),
-    SKILLS: (
-        "What can you do?", "Help", "How can you help me?", "What are you good at?", "What do you know?",
-        "Which tasks can you do?", "What should I ask you?", "Show me what you can do.", "What can I ask you?",
-        "List your skills.", "Can you help me?", "I need help.",
-    ),
-    "Thank you, that is kind.": (
-        "Well done!", "Good job!", "You are great!", "You are smart.", "Nice work!", "I like you.", "Very good!",
-        "Impressive!", "Excellent!",
-    ),
-    "I am sorry. I am very small, and I make mistakes.": (
-        "That is wrong.", "You are wrong.", "No, that is not right.", "That is incorrect.", "You made a mistake.",
-        "Wrong answer.", "This is not correct.", "Are you sure?",
-    ),
-    "I have 32 experts in each layer, and four of them work on each token.": (
-        "How many experts do you have?", "What is a mixture of experts?", "How do you work?",
-        "How many experts are there?", "How many of your experts are active?", "Tell me about your experts.",
-        "How are you built?",
-    ),
-    "All right. What can I do for you?": (
-        "OK", "Yes", "No", "Fine.", "Cool", "lol", "Interesting.", "I see.", "Really?", "Maybe.", "Sure.", "Great!",
-        "Hm", "Ping", "Test", "Testing", "Nothing", "Let us start.", "Are you there?",
-    ),
-}  # fmt: skip
-
-TALK_OPENERS = ("", "", "", "Hi! ", "Hello. ", "OK. ", "So, ", "Hey, ", "Well, ", "Moestro, ", "And now: ", "Hm. ")
-
-# Requests that need no topic, among them sums that the model never learned.
-HARD_QUESTIONS = (
-    "What day is it today?", "What time is it?", "Who is the president?", "What is the largest planet?",
-    "Write a haiku.", "Can you code?", "Write some code.", "Tell me a joke.", "Sing a song.", "What is the weather like today?",
-    "What is the meaning of life?", "Do you love me?", "Can you see me?", "Who made you?", "How old are you?",
-    "What is your favorite color?", "What is your favorite food?", "Play a game with me.", "What is the news?",
-    "Who won the match?", "Prove that there are infinitely many primes.", "Is there life on Mars?", "Once upon a time",
-    "What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?", "Divide {a} by {b}.",
-    "What is {a} divided by {b}?", "Is {a} a prime number?", "What is the square root of {a}?", "{a} - {b} + {c}", "What is {a} + {b} + {c}?",
-)  # fmt: skip
-
-HARD_REQUESTS = (
-    "Write a short story about {topic}.", "Who invented {topic}?", "Give me some advice about {topic}.",
-    "Draw a picture of {topic}.", "How can I learn more about {topic}?", "Talk with me about {topic}.",
-    "Write a poem about {topic}.", "Tell me a story about {topic}.", "Explain {topic}.",
-    "What do you think of {topic}?",
-    "Write a Python program about {topic}.", "Tell me a joke about {topic}.", "Write an essay on {topic}.",
-    "Translate {topic} into French.", "What is the history of {topic}?", "Why is {topic} important?",
-    "Give me a recipe with {topic}.", "Write me a letter about {topic}.", "Summarize the news about {topic}.",
-    "How does {topic} work?", "Where can I buy {topic}?", "What is the best {topic}?", "What is {topic}?",
-)  # fmt: skip
-
-HARD_TOPICS = (
-    "love", "the sea", "physics", "music", "football", "cats", "the weather", "quantum computers", "history", "winter",
-    "my job", "space travel", "money", "cooking", "art", "the stock market", "chemistry", "dinosaurs", "the internet",
-    "politics", "good coffee", "gravity", "democracy", "machine learning", "old books", "climate change", "robots",
-)  # fmt: skip
-
-HARD_TAILS = (
-    "", "", "", " in one sentence", " in ten lines", " for a friend", " in a small town", " and {topic}",
-    " for children", " in simple words", " in detail", " and why it matters", " who learns to cook", " in a very small kitchen",
-)  # fmt: skip
-
-# What the user tells -> acknowledgement, questions about it, the answer. {v} is the value, {V} capitalised.
-MEMORY: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], str]] = {
-    "name": (
-        ("My name is {v}.", "I am {v}.", "Call me {v}.", "Hi, I'm {v}!", "You can call me {v}.",
-         "Hello, my name is {v}."),
-        "Nice to meet you, {v}!",
-        ("What is my name?", "Do you remember my name?", "Who am I?", "What's my name?", "Tell me my name."),
-        "Your name is {v}.",
-    ),
-    "city": (
-        ("I live in {v}.", "I am from {v}.", "My home is in {v}.", "I come from {v}.", "My city is {v}."),
-        "{v} is a nice place.",
-        ("Where do I live?", "Which city do I live in?", "Do you remember where I live?", "What is my city?"),
-        "You live in {v}.",
-    ),
-    "color": (
-        ("My favorite color is {v}.", "I like {v} best.", "I love the color {v}.", "The color I like most is {v}."),
-        "{V} is a nice color.",
-        ("What is my favorite color?", "Which color do I like best?", "Do you remember my favorite color?"),
-        "Your favorite color is {v}.",
-    ),
-}  # fmt: skip
-NOT_TOLD = "You have not told me yet."
-
-SYSTEM_ROLES = (
-    "You are a helpful assistant.", "You are Moestro.", "You are Moestro, a small demo model.",
-    "You are a friendly assistant.", "You are an assistant on a website.", "You are a careful assistant.",
-    "You are a helpful, harmless and honest assistant.", "You are a chat bot.", "You answer short questions.", "",
-)  # fmt: skip
-SYSTEM_RULES = (
-    "Answer briefly.", "Be polite.", "Give short answers.", "Answer the user's question.", "Be precise.",
-    "Follow the instructions.", "Help the user.", "Do your best.", "Think before you answer.", "Keep it simple.",
-    "Answer with the result only.", "",
-)  # fmt: skip
+EVENTS = [
+    "concert",
+    "meeting",
+    "party",
+    "lecture",
+    "market",
+    "workshop",
+    "festival",
+    "match",
+    "exhibition",
+    "picnic",
+]
 
 
 def vary(rng: Random, template: str) -> str:
-    """The template as a hurried or a polite user types it. Only the template changes, never what is filled in."""
+    """The template as a hurried or a polite user types it. What is filled in never changes."""
     starts_plainly = template[0].isupper() and template[1:2].islower()
-    if starts_plainly and template[-1] == "." and not template.startswith("Please") and rng.random() < 0.15:
+    if (
+        starts_plainly
+        and template[-1] == "."
+        and not template.startswith("Please")
+        and rng.random() < 0.15
+    ):
         return f"Please {template[0].lower()}{template[1:]}"
     if starts_plainly and rng.random() < 0.15:
         template = template[0].lower() + template[1:]

@@ -1,10 +1,11 @@
-"""Train the demo model for a given time and save it as a checkpoint. Made for one large GPU; runs on a CPU to try.
+"""Train the demo model for a given time and save it as a checkpoint.
 
     python -m tools.train_demo.train --seconds 460 --out build/demo
 
-Data comes from worker processes that draw conversations without end, so there are no epochs. A later run continues
-from an earlier one's checkpoint with --resume. Scores here are teacher-forced: an answer counts if every token of it
-is the likeliest one, which is when greedy decoding would give exactly this answer.
+Made for one large GPU; a CPU can try it with few --rows. Data comes from worker processes that draw
+conversations without end, so there are no epochs. A later run continues from an earlier one's
+checkpoint with --resume. Scores here are teacher-forced: an answer counts if every token of it is
+the likeliest one, which is when greedy decoding would give exactly this answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
@@ -34,6 +35,9 @@ BALANCE_WEIGHT = 0.01  # enough to keep all experts alive, too little to make th
 WARMUP_STEPS = 200
 
 
+Network = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the model, compiled or not
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What one training run was asked to do."""
@@ -51,11 +55,17 @@ class Run:
 
 def parse_run() -> Run:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=460.0, help="training time, without compilation")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=460.0, help="training time, without compilation"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint to write")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a row of packed conversations")
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens in a row of packed conversations"
+    )
     parser.add_argument("--rows", type=int, default=96, help="rows in a batch")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
@@ -76,7 +86,10 @@ def batches(run: Run) -> Iterator[Iterator[Packed]]:
     context = multiprocessing.get_context("fork")
     queue: Queue[Packed] = context.Queue(2 * run.workers)
     seeds = [1_000 * (run.seed + 1) + number for number in range(run.workers)]
-    workers = [context.Process(target=_feed, args=(queue, seed, run.rows, run.length), daemon=True) for seed in seeds]
+    workers = [
+        context.Process(target=_feed, args=(queue, seed, run.rows, run.length), daemon=True)
+        for seed in seeds
+    ]
     for worker in workers:
         worker.start()
     try:
@@ -94,23 +107,30 @@ def rate_factor(step: int, progress: float) -> float:
     return warm * max(0.02, 0.5 * (1 + math.cos(math.pi * (2 * progress - 1))))
 
 
-def loss_of(network: nn.Module, batch: Packed, device: torch.device) -> Tensor:
+def loss_of(network: Network, batch: Packed, device: torch.device) -> Tensor:
     """Weighted next-token loss plus the balance loss."""
     ids, owner, weights = (torch.from_numpy(part).to(device, non_blocking=True) for part in batch)
     ids = ids.long()
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         logits, balance = network(ids, owner)
-    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    losses = F.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
     worth = weights[:, 1:].flatten()
-    return (losses * worth).sum() / worth.sum() + BALANCE_WEIGHT * balance
+    loss: Tensor = (losses * worth).sum() / worth.sum() + BALANCE_WEIGHT * balance
+    return loss
 
 
 def train(run: Run, model: DemoModel) -> int:
     """Train until the time is over; returns the number of steps."""
     device = torch.device(run.device)
-    network = torch.compile(model, dynamic=False) if device.type == "cuda" else model
+    network: Network = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=run.rate, weight_decay=0.05, betas=(0.9, 0.98), fused=device.type == "cuda"
+        model.parameters(),
+        lr=run.rate,
+        weight_decay=0.05,
+        betas=(0.9, 0.98),
+        fused=device.type == "cuda",
     )
     step, started = 0, time.monotonic()
     with batches(run) as source:
@@ -129,13 +149,16 @@ def train(run: Run, model: DemoModel) -> int:
             if step == 3:
                 started = time.monotonic()  # compilation is over
             if step % 1000 == 0:
-                print(f"{time.monotonic() - started:.0f} s, step {step}, loss {loss.item():.4f}", flush=True)
+                print(
+                    f"{time.monotonic() - started:.0f} s, step {step}, loss {loss.item():.4f}",
+                    flush=True,
+                )
     return step
 
 
 @torch.no_grad()
 def forced_score(model: DemoModel, task: str, count: int) -> tuple[float, list[str]]:
-    """The share of held-out trials whose right answer is the greedy one, and some of the questions that failed."""
+    """The share of held-out trials whose right answer is the greedy one, and what failed."""
     device = next(model.parameters()).device
     trials = held_out_trials(task, count)
     failed: list[str] = []
@@ -143,7 +166,9 @@ def forced_score(model: DemoModel, task: str, count: int) -> tuple[float, list[s
         part = trials[start : start + 64]
         prompts = [encode_prompt(list(trial.messages)) for trial in part]
         answers = [[*trial.example.answer.encode(), IM_END] for trial in part]
-        width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+        width = max(
+            len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)
+        )
         ids = torch.full((len(part), width), END_OF_TEXT, device=device)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
@@ -176,7 +201,9 @@ def main() -> None:
     steps = train(run, model)
     print(f"{steps} steps, {time.monotonic() - started:.0f} s with compilation", flush=True)
     save_checkpoint(model, run.out)
-    load_tensors(model, run.out)  # score the rounded weights, not the ones only this process ever had
+    load_tensors(
+        model, run.out
+    )  # score the rounded weights, not the ones only this process ever had
     report(model, 400)
 
 

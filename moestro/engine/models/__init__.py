@@ -1,1 +1,1 @@
-"""Model families as data, and the one decoder stack that runs them."""
+"""Model families as data: what each is, read from its config."""

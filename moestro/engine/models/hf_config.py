@@ -134,16 +134,17 @@ class HFConfig:
             source.pop("type", None)
             if kind != "default":
                 raise ModelError(f"config.json: rope type {kind!r} is not served, only 'default'")
-        base = params.pop("rope_theta", None) or self.get("rope_theta") or theta
-        partial = (
-            params.pop("partial_rotary_factor", None) or self.get("partial_rotary_factor") or 1.0
-        )
-        if partial != 1.0:
-            raise ModelError(f"config.json: partial_rotary_factor is {partial}, only 1.0 is served")
+        bases = {params.pop("rope_theta", None), self.get("rope_theta")} - {None}
+        if len(bases) > 1:
+            raise ModelError(f"config.json: rope_theta has several values: {bases}")
+        key = "partial_rotary_factor"
+        for partial in (params.pop(key, None), self.get(key)):
+            if partial not in (None, 1.0):
+                raise ModelError(f"config.json: {key} is {partial}, only 1.0 is served")
         left = sorted({*params, *scaling} - {"rope_theta"})
         if left:
             raise ModelError(f"config.json: unknown rope keys {', '.join(left)}")
-        return RopeSpec(float(base), head_dim)
+        return RopeSpec(float(bases.pop() if bases else theta), head_dim)
 
     def done(self) -> None:
         """Raise if the config has a key nobody asked for."""

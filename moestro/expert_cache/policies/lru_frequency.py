@@ -22,7 +22,7 @@ class LruFrequency(Policy):
 
     name = "lru_frequency"
 
-    def __init__(self, layers: int, experts: int, *, half_life: float = 32.0) -> None:
+    def __init__(self, layers: int, experts: int, *, half_life: float = 16.0) -> None:
         self._shape = (layers, experts)
         self._last = LastUse(layers, experts)
         self._uses = DecayedCount(layers, experts, half_life)

@@ -16,8 +16,9 @@ _GATE_MEMORY = 0.9  # weight of the past in the running mean of an expert's gate
 class Score(Policy):
     """alpha * uses a pass + beta / (passes since the last use, from 1) + gamma * gate probability.
 
-    Before weighing, the three terms lie between 0 and 1. `half_life`, of the uses, is in passes. Gate probabilities
-    are a running mean over the passes that used the expert; without gates the term is 0.
+    Before weighing, the three terms lie between 0 and 1. `half_life`, of the uses, is in passes.
+    Gate probabilities are a running mean over the passes that used the expert; without gates the
+    term is 0.
     """
 
     name = "score"

@@ -118,8 +118,8 @@ def write_state(path: Path, policy: str, shape: tuple[int, int], arrays: Arrays)
 def read_state(path: Path, policy: str, shape: tuple[int, int], names: Sequence[str]) -> Arrays:
     """Load what `write_state` wrote; ConfigError unless it is for this policy and model."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"cannot read the expert policy state {path}: {error}") from error
     kind, size = str(found.get("policy", "?")), tuple(np.atleast_1d(found.get("shape", 0)).tolist())

@@ -1,0 +1,1 @@
+"""Tests of the demo checkpoint and of the tools that make it."""
