@@ -20,9 +20,9 @@ from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.plan import DecodePlan, Sampled, SweepPlan
 from moestro.types import Request, TokenLogprobs
 
-# Work between two looks at the clock while a sweep advances: about a millisecond of one core, so
+# Work between two looks at the clock while a sweep advances: half a millisecond of one core, so
 # that a decode step is never kept waiting for much longer than its budget says.
-PIECE_FLOPS = 4e7
+PIECE_FLOPS = 2e7
 
 
 class Executor:

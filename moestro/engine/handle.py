@@ -38,7 +38,7 @@ from moestro.engine.messages import (
     ToEngine,
     ToServer,
 )
-from moestro.errors import EngineDead, MoestroError, Unavailable
+from moestro.errors import EngineDead, InvalidRequest, MoestroError, Unavailable
 from moestro.scheduler.limits import Limits, check
 from moestro.stats import EngineStats
 from moestro.types import Request, TokenEvent
@@ -127,6 +127,7 @@ class EngineHandle:
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
         self._folder = tempfile.TemporaryDirectory(prefix="moestro-")
         self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
@@ -162,6 +163,11 @@ class EngineHandle:
         while loading, EngineDead when the engine is gone."""
         self._require_ready()
         assert self._limits is not None
+        most = self._limits.max_num_seqs + self._limits.max_num_queued
+        if len(requests) > most:
+            raise InvalidRequest(
+                f"The request asks for {len(requests)} sequences; this server holds {most} at most."
+            )
         waiting = len(self._streams) - self._limits.max_num_seqs
         for number, request in enumerate(requests):
             check(request, self._limits, waiting + number)
@@ -192,7 +198,11 @@ class EngineHandle:
             self._asked.pop(number, None)
 
     async def aclose(self) -> None:
-        """Stop the process and free everything. Open streams end with EngineDead."""
+        """Stop the process and free everything; harmless when done before. Open streams end with
+        EngineDead."""
+        if self._closed:
+            return
+        self._closed = True
         self._die("the server is closing")
         if self._process is not None:
             await self._stop(self._process)

@@ -110,21 +110,20 @@ class Sweep:
     ) -> Iterator[None]:
         """One segment's attention, residual included, into `out`."""
         attention, spec = layer.attention, layer.attention.spec
-        parts = []
+        heads = x.new_empty(segment.length, spec.heads + 2 * spec.kv_heads, spec.head_dim)
         size = self._pieces.rows((spec.heads + 2 * spec.kv_heads) * spec.head_dim)
         for lo in range(0, segment.length, size):
             hi = min(lo + size, segment.length)
             normed = layer.input_norm(x[lo:hi])
-            parts.append(attention.project(normed, segment.cos[lo:hi], segment.sin[lo:hi]))
+            heads[lo:hi] = attention.project(normed, segment.cos[lo:hi], segment.sin[lo:hi])
             if not segment.alive:
                 out.zero_()
                 return
-            attention.write(parts[-1], segment, kv, lo)
+            attention.write(heads[lo:hi], segment, kv, lo)
             yield
         if not segment.alive:
             out.zero_()
             return
-        heads = cat_rows(parts)
         keys, values = self._keys_values(heads, segment, kv, spec.heads)
         lo = 0
         while lo < segment.length:
@@ -155,18 +154,20 @@ class Sweep:
                 x[lo : lo + size] += layer.dense(layer.post_norm(x[lo : lo + size]))
                 yield
             return
-        normed, weights, ids = [], [], []
-        size = self._pieces.rows(layer.spec.moe.experts)
+        normed, out = torch.empty_like(x), torch.zeros_like(x)
+        weights, ids = [], []
+        size = min(2048, self._pieces.rows(layer.spec.moe.experts))
         for lo in range(0, len(x), size):
-            normed.append(layer.post_norm(x[lo : lo + size]))
-            share, chosen = layer.route(normed[-1])
+            normed[lo : lo + size] = layer.post_norm(x[lo : lo + size])
+            share, chosen = layer.route(normed[lo : lo + size])
             weights.append(share)
             ids.append(chosen)
             yield
-        out = torch.zeros_like(x)
-        names = [segment.row.id for segment in self.segments for _ in range(segment.length)]
+        names: list[str] = []
+        if self._experts.wants_sequences:
+            names = [segment.row.id for segment in self.segments for _ in range(segment.length)]
         yield from self._experts.pieces(
-            layer.ordinal, cat_rows(normed), cat_rows(weights), cat_rows(ids), names, out
+            layer.ordinal, normed, cat_rows(weights), cat_rows(ids), names, out
         )
         x += out
 

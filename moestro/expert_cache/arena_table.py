@@ -47,16 +47,6 @@ class ArenaTable:
         """Experts held, in no particular order."""
         return list(self._entry)
 
-    @property
-    def leased(self) -> int:
-        """Entries with an open lease."""
-        return len(self._leases)
-
-    @property
-    def only_here(self) -> int:
-        """Entries whose expert sits in no slot."""
-        return sum(key not in self._shadowed for key in self._entry)
-
     def lease(self, key: int) -> Claim | None:
         """Lease the entry of `key`, making room when it has none; None when all are leased."""
         entry = self._entry.get(key)

@@ -46,16 +46,6 @@ class SlotTable:
         """Cache slots that hold nothing."""
         return len(self._free)
 
-    @property
-    def resident(self) -> int:
-        """Experts in cache slots."""
-        return int(np.count_nonzero(self.owner >= 0))
-
-    @property
-    def ring_free(self) -> int:
-        """Staging slots that are not in use."""
-        return len(self._ring)
-
     def reserve(self) -> int | None:
         """Take a free cache slot to fill, or None when there is none."""
         if not self._free:

@@ -37,7 +37,7 @@ def _spares(tiers: Tiers, keys: Sequence[int], seats: Sequence[int]) -> list[int
     """The keys to load into the arena only, once `seats` are in slots."""
     slot_of, arena = tiers.table.slot_of, tiers.arena.table
     seated = set(seats)
-    stay = {key for key in arena.keys() if slot_of[key] < 0} - seated
+    stay = {key for key in set(arena.keys()) - seated if slot_of[key] < 0}
     outside = (key for key in keys if slot_of[key] < 0 and key not in seated and key not in stay)
     return [key for key, _ in zip(outside, range(arena.capacity - len(stay)), strict=False)]
 

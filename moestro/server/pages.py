@@ -86,7 +86,7 @@ async def stats(_request: Request, service: Service) -> Response:
         "error": engine.error,
         "stalled": engine.stalled,
         "draining": service.lifecycle.draining,
-        "live_calls": service.lifecycle.live,
+        "live_calls": service.lifecycle.live - 1,  # besides this one
         "info": engine.info,
         "stats": fresh,
     }

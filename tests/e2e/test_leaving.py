@@ -4,6 +4,7 @@ streamed or not, one choice or three, by a clean close or by a reset."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -96,10 +97,12 @@ async def everybody_seated(server: Served, story: Story, hogs: int) -> AsyncIter
 
 
 async def read_nearly_all(reply: wire.Reply, tokens: int) -> None:
-    """Read a stream until just before its end."""
+    """Read a stream until just before its end; one event may have several tokens."""
     seen = 0
     while seen < tokens - 2 and (line := await reply.reader.readline()):
-        seen += line.count(b'"text":" ')
+        if line.startswith(b"data: [DONE]"):
+            return
+        seen += len(re.findall(rb" [A-Z](?=[ \"])", line))
 
 
 def finished(server: Served, why: str) -> int:

@@ -58,7 +58,15 @@ def test_draw_equals_the_literal_reading(
     rounded = torch.tensor(logits)
     neighbour = replace(PLAIN, top_k=2, top_p=0.5, min_p=0.2)
     got = draw(torch.stack([rounded, -rounded]), [params, neighbour], [number, 0.5])[0]
-    nearby = {literal(rounded.tolist(), params, number + d) for d in (-1e-6, 0.0, 1e-6)}
+    nearby = {
+        literal(
+            rounded.tolist(),
+            replace(params, top_p=top_p * e, min_p=min(1.0, min_p * e)),
+            number + d,
+        )
+        for d in (-1e-6, 0.0, 1e-6)
+        for e in (1 - 1e-9, 1.0, 1 + 1e-9)  # which side of a boundary rounding falls on
+    }
     assert got in nearby
 
 

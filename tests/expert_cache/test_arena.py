@@ -89,8 +89,6 @@ class ArenaModel(RuleBasedStateMachine):
         assert len(self.table) == len(self.entries) <= self.capacity
         assert sorted(self.table.keys()) == sorted(self.entries)
         assert all((key in self.table) == (key in self.entries) for key in KEYS)
-        assert self.table.leased == len({key for key, _ in self.leases})
-        assert self.table.only_here == len(self.entries.keys() - self.in_slots)
         self.table.check_shadows(self.in_slots)
         self.table.check(idle=False)
         if self.leases:

@@ -406,7 +406,9 @@ def test_warming_moves_what_the_arena_has_and_uses_the_room() -> None:
     cache = small_cache(store, slots=2 + 4, staging=2, host=2)
     cache.begin_pass("sweep")
     use(cache, 0, [0, 1, 2, 2, 3, 3])  # a layer's share is 2: two stay in the arena only
-    cache.warm([0, 1, 4, 5])
+    seen: list[tuple[int, int]] = []
+    cache.warm([0, 1, 4, 5], lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert np.flatnonzero(cache._table.slot_of >= 0).tolist() == [0, 1, 2, 3]
     assert sorted(cache._arena.table.keys()) == [4, 5]
     cache.check(verify_bytes=True)
