@@ -54,6 +54,7 @@ class Engine:
         self._clock = clock
         self._started = clock()
         self._step_seconds = 0.0
+        self._step_rows = 0  # in the last step that was measured
         self._waited: dict[int, float] = {}  # exposed seconds of a sweep's earlier turns
         self._step_tokens: deque[int] = deque(maxlen=4096)
 
@@ -98,11 +99,18 @@ class Engine:
             log.exception("a decode step failed")
             return self._fail([row.id for row in plan.rows], error)
         now = self._clock()
-        took = now - started
-        mean = self._step_seconds or took
-        self._step_seconds = mean + SMOOTHING * (min(took, 10 * mean) - mean)
+        self._measure(now - started, len(plan.rows))
         self._step_tokens.append(len(plan.rows))
         return self._scheduler.update_decode(plan, sampled, now, self._executor.exposed - exposed)
+
+    def _measure(self, took: float, rows: int) -> None:
+        """Keep the mean of an undisturbed step. Beside a sweep a step takes longer, and sweeps
+        are budgeted by it: measuring there would lengthen both in turn."""
+        if self._executor.sweeping and rows <= 2 * self._step_rows:
+            return
+        mean = self._step_seconds or took
+        self._step_seconds = mean + SMOOTHING * (min(took, 10 * mean) - mean)
+        self._step_rows = rows
 
     def _advance(
         self, number: int, budget: float | None, wake: Callable[[], bool]

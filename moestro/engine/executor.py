@@ -49,6 +49,11 @@ class Executor:
         """Seconds that compute stood still for experts, since start."""
         return self._experts.exposed
 
+    @property
+    def sweeping(self) -> bool:
+        """A sweep is open."""
+        return bool(self._sweeps)
+
     @torch.inference_mode()
     def add(self, request: Request) -> None:
         """Get ready for a new sequence."""

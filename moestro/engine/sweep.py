@@ -6,6 +6,7 @@ step, so nothing is leased while a sweep rests, and a dropped segment never writ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from moestro.engine.batch import Segment, build_segment, cat_rows
 from moestro.engine.decoder import Decoder, DecoderLayer
 from moestro.engine.experts import ExpertExecutor
+from moestro.engine.models.spec import AttentionSpec
 from moestro.kernels import reference as ops
 from moestro.kv_cache.storage import KVStorage, LayerKV
 from moestro.scheduler.plan import SweepPlan
@@ -30,9 +32,11 @@ class Pieces:
         """Rows of a projection from `hidden` to `width`."""
         return max(16, int(self.flops / (2.0 * self.hidden * max(width, 1))))
 
-    def queries(self, keys: int, heads: int, head_dim: int) -> int:
-        """Queries over `keys` keys."""
-        return max(8, int(self.flops / (4.0 * max(keys, 1) * heads * head_dim)))
+    def queries(self, start: int, heads: int, head_dim: int) -> int:
+        """Queries from position `start` on, each of which sees all keys up to its own: the n for
+        which n * (start + n) products are one piece."""
+        products = self.flops / (4.0 * heads * head_dim)
+        return max(8, int((math.sqrt(start * start + 4.0 * products) - start) / 2.0))
 
 
 class Sweep:
@@ -125,14 +129,46 @@ class Sweep:
             out.zero_()
             return
         keys, values = self._keys_values(heads, segment, kv, spec.heads)
+        mixed = x.new_empty(segment.length, spec.heads, spec.head_dim)
+        for first, last in self._head_groups(segment, spec):
+            yield from self._mix(heads, keys, values, segment, spec, (first, last), mixed)
+        size = self._pieces.rows(spec.heads * spec.head_dim)
+        for lo in range(0, segment.length, size):
+            rows = slice(lo, lo + size)
+            out[rows] = attention.output(mixed[rows].flatten(1), x[rows])
+            yield
+
+    def _head_groups(self, segment: Segment, spec: AttentionSpec) -> list[tuple[int, int]]:
+        """Ranges of kv heads that attend together: all for a short run. For a long one each by
+        itself, so that its keys and values stay in the processor's cache from tile to tile."""
+        whole = self._pieces.queries(segment.row.start, spec.heads, spec.head_dim)
+        if segment.length <= whole:
+            return [(0, spec.kv_heads)]
+        return [(head, head + 1) for head in range(spec.kv_heads)]
+
+    def _mix(
+        self,
+        heads: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        segment: Segment,
+        spec: AttentionSpec,
+        group: tuple[int, int],
+        mixed: torch.Tensor,
+    ) -> Iterator[None]:
+        """Attention of the heads of one group, a tile of queries at a time, into `mixed`."""
+        share = spec.heads // spec.kv_heads
+        mine = slice(group[0] * share, group[1] * share)
+        keys, values = (t[:, group[0] : group[1]].contiguous() for t in (keys, values))
         lo = 0
         while lo < segment.length:
             start = segment.row.start + lo
-            hi = lo + self._pieces.queries(start + 1, spec.heads, spec.head_dim)
-            hi = min(hi, segment.length)
-            q = heads[lo:hi, : spec.heads]
-            mixed = ops.sweep_attention(q, keys, values, start, spec.window, spec.scale)
-            out[lo:hi] = attention.output(mixed, x[lo:hi])
+            count = self._pieces.queries(start, mine.stop - mine.start, spec.head_dim)
+            hi = min(lo + count, segment.length)
+            found = ops.sweep_attention(
+                heads[lo:hi, mine], keys, values, start, spec.window, spec.scale
+            )
+            mixed[lo:hi, mine] = found.view(hi - lo, -1, spec.head_dim)
             lo = hi
             yield
 
@@ -156,7 +192,7 @@ class Sweep:
             return
         normed, out = torch.empty_like(x), torch.zeros_like(x)
         weights, ids = [], []
-        size = min(2048, self._pieces.rows(layer.spec.moe.experts))
+        size = min(512, self._pieces.rows(layer.spec.moe.experts))
         for lo in range(0, len(x), size):
             normed[lo : lo + size] = layer.post_norm(x[lo : lo + size])
             share, chosen = layer.route(normed[lo : lo + size])

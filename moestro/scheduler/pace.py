@@ -1,14 +1,14 @@
 """How long a turn may sweep, in seconds.
 
-Owns: that rule. How many layers fit is up to the executor, which knows what one takes and always
-does at least one.
+Owns: that rule. How much work fits is up to the executor, which always does at least one piece.
 """
 
 from __future__ import annotations
 
 # A stream's gap is one decode step, this many steps of sweeping and the executor's inexactness
-# (it stops after a layer, not in it): together under 5 normal steps.
-SWEEP_STEPS = 2.0
+# (it stops after a piece, not in it). A decode step beside a sweep takes twice as long as alone,
+# because the sweep empties the processor's caches: together under 5 normal steps.
+SWEEP_STEPS = 1.0
 # Two open sweeps take turns of this many seconds while nobody decodes: short beside a first
 # token's time, long beside the cost of a turn.
 SWEEP_SLICE = 0.05
