@@ -37,7 +37,7 @@ def golden(
     """A function: transformers' answers for the checkpoint with this name, kept between runs."""
     from tests.oracle import golden as oracle
 
-    cache = request.config.cache
+    cache = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
     folder = Path(str(cache.mkdir("golden"))) if cache is not None else None
     known: dict[str, oracle.Golden] = {}
 

@@ -6,6 +6,7 @@ Owns: the loop and its end. Started by `engine.handle` with one JSON line on sta
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -145,6 +146,9 @@ def _serve(config: Config, model: Path, socket: zmq.Socket[bytes], outbox: Outbo
     except MemoryError as error:
         outbox.send(Failed("OutOfMemory", f"the machine ran out of memory while loading: {error}"))
         return 1
+    # What exists now stays: the collector need not walk it again, which takes many steps' time.
+    gc.collect()
+    gc.freeze()
     outbox.send(engine.info, Stats(0, engine.stats()))
     try:
         Loop(engine, socket, outbox).run()

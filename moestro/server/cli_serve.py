@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import socket
 
@@ -58,11 +59,15 @@ async def _serve(config: Config, model: Model, door: socket.socket) -> None:
         await engine.start()
         # The engine's process loads weights while this one loads the tokenizer.
         text = await asyncio.to_thread(Text.from_checkpoint, model.path)
-        app = create_app(server_settings(config, model), engine, text)
-        server = HttpServer(uvicorn.Config(app, **serve_options()))
-        stop = Stop(server, app.state.lifecycle.drain, config.shutdown_timeout)
-        with stop.on_signals():
-            await _answer(engine, server, stop, model, door)
+        with contextlib.closing(text):
+            app = create_app(server_settings(config, model), engine, text)
+            # A lifespan would be cancelled, with a traceback, by a second signal; its only task,
+            # to close the text, is done here.
+            options = serve_options() | {"lifespan": "off"}
+            server = HttpServer(uvicorn.Config(app, **options))
+            stop = Stop(server, app.state.lifecycle.drain, config.shutdown_timeout)
+            with stop.on_signals():
+                await _answer(engine, server, stop, model, door)
     finally:
         await engine.aclose()
 
@@ -75,6 +80,7 @@ async def _answer(
     stopping = asyncio.create_task(stop.run())
     try:
         if await until_ready(engine, serving):
+            gc.freeze()  # what exists now stays; the collector's full passes would delay streams
             announce(engine, model, door)
             await until_over(engine, serving, stop)
     finally:

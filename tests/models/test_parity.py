@@ -199,3 +199,42 @@ def test_blocks_are_reused_only_after_the_same_past(
     assert found[0] == pytest.approx(found[3], abs=1e-4)
     for one, same in zip(found, want, strict=True):
         assert one == pytest.approx(same, abs=1e-4)
+
+
+def test_a_prompt_that_leaves_writes_nothing_more(checkpoint: Checkpoints, golden: Goldens) -> None:
+    cases = golden("qwen3").cases
+    stays, comes = cases[5], cases[-1]
+    leaver = drive.greedy("leaver", comes.prompt[::-1] + comes.prompt[:80], 1)
+    # The pool holds little more than the leaver and its companion: the newcomer takes its blocks
+    # while the sweep that both were in goes on.
+    tight: dict[str, Any] = {"kv_cache_tokens": 336, "enable_prefix_caching": False}
+    with drive.engine(checkpoint("qwen3"), **tight) as engine:
+        for pieces in range(1, 24, 2):
+            companion = drive.greedy("stays", stays.prompt, 8)
+            engine.add(companion)
+            engine.add(leaver)
+            for _ in range(pieces):
+                assert engine.step(lambda: True) == []
+            engine.abort("leaver")
+            newcomer = drive.greedy("comes", comes.prompt, 8)
+            outputs = drive.generate(engine, [newcomer], running=[companion], hurried=True)
+            assert tuple(outputs["comes"].tokens) == comes.tokens[:8], f"after {pieces} pieces"
+            assert tuple(outputs["stays"].tokens) == stays.tokens[:8], f"after {pieces} pieces"
+            drive.settle(engine)
+        assert engine.stats().scheduler.finished["abort"] == 12
+
+
+def test_a_twin_reuses_only_what_is_computed(checkpoint: Checkpoints, golden: Goldens) -> None:
+    case = golden("qwen3").cases[-1]
+    hits = set()
+    for pieces in range(1, 90, 8):  # the prompt takes five sweeps; its twin comes at some point
+        with drive.engine(checkpoint("qwen3"), max_sweep_tokens=44) as engine:
+            first, twin = (drive.greedy(id, case.prompt, 8) for id in ("first", "twin"))
+            engine.add(first)
+            for _ in range(pieces):
+                assert engine.step(lambda: True) == []
+            outputs = drive.generate(engine, [twin], running=[first], hurried=True)
+            for output in outputs.values():
+                assert tuple(output.tokens) == case.tokens[:8], f"after {pieces} pieces"
+            hits.add(engine.stats().kv.prefix_hits)
+    assert hits - {0}, "the twin never reused anything"

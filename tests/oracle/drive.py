@@ -51,17 +51,26 @@ def greedy(id: str, prompt: Sequence[int], tokens: int, **more: Any) -> Request:
 
 
 def generate(
-    engine: Engine, requests: Iterable[Request], *, every: int | None = None
+    engine: Engine,
+    requests: Iterable[Request],
+    *,
+    every: int | None = None,
+    hurried: bool = False,
+    running: Iterable[Request] = (),
 ) -> dict[str, Output]:
-    """Run all requests to their end; with `every`, one more arrives each `every` turns."""
+    """Run all requests to their end; with `every`, one more arrives each `every` turns.
+
+    `hurried`: somebody always wants attention, so that a sweep pauses after each piece of work.
+    `running` were added before and have had no event yet.
+    """
     coming = list(requests)[::-1]
-    outputs = {request.id: Output() for request in coming}
+    outputs = {request.id: Output() for request in [*coming, *running]}
     for turn in range(TURNS):
         while coming and (every is None or turn % every == 0 or engine.idle):
             engine.add(coming.pop())
             if every is not None:
                 break
-        for event in engine.step():
+        for event in engine.step(lambda: hurried):
             _record(outputs[event.id], event)
         if not coming and engine.idle:
             return outputs
