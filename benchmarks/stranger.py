@@ -54,7 +54,8 @@ async def one_round(port: int, arguments: argparse.Namespace, number: int) -> Ro
     """A quiet stretch, then the stranger."""
     found, enough = Round(), asyncio.Event()
     running = load.Timed(time.monotonic())
-    body = load.completion([20 + number] * 16, 12_000)
+    # With the ids, each token has its event, also one that completes no character.
+    body = load.completion([20 + number] * 16, 12_000, return_token_ids=True)
     live = asyncio.create_task(follow(port, body, running))
     await asyncio.sleep(arguments.quiet)
     prober = asyncio.create_task(probe(port, found.health, enough))
@@ -77,7 +78,7 @@ async def follow(port: int, body: dict[str, object], timed: load.Timed) -> None:
     reply = await wire.ask(port, "/v1/completions", body)
     try:
         async for event in reply.events():
-            if event["choices"] and event["choices"][0]["text"]:
+            if event["choices"] and event["choices"][0].get("token_ids"):
                 timed.times.append(time.monotonic())
     finally:
         await reply.leave()

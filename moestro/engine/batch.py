@@ -16,9 +16,10 @@ import torch
 from moestro.kernels.reference import rope_tables
 from moestro.scheduler.plan import DecodePlan, DecodeRow, SweepRow
 
-# Rows of one step attend together, padded to the longest of them. When that would read over
-# PAD_LIMIT times what they hold, rows are split by length.
-PAD_LIMIT = 2.0
+# Rows of one step attend together, padded to the longest of them. When padding would read more
+# tokens than this for nothing, rows are split by length: reading about half as many takes as long
+# as the calls for one more group.
+PAD_LIMIT = 2048
 
 Ints = npt.NDArray[np.int64]
 
@@ -108,7 +109,7 @@ class DecodeBuilder:
 def _split_by_length(positions: Ints) -> list[Ints | None]:
     """Row indices that attend together; [None] when all rows do."""
     longest = int(positions.max()) + 1
-    if longest * len(positions) <= PAD_LIMIT * (int(positions.sum()) + 16 * len(positions)):
+    if longest * len(positions) - int((positions + 1).sum()) <= PAD_LIMIT:
         return [None]
     bucket = np.ceil(np.log2(positions + 1.0) / 2)  # lengths within a factor of 4
     return [np.flatnonzero(bucket == b) for b in np.unique(bucket)]
