@@ -80,7 +80,7 @@ def build_engine(config: Config, model_path: Path, progress: Progress = _silent)
     if trace is not None:
         closing.append(trace.close)
     info = _info(plan, spec, model_path)
-    return Engine(scheduler, executor, cache, manager, limits, info=info, closing=closing)
+    return Engine(scheduler, executor, cache, manager, info=info, closing=closing)
 
 
 def describe(config: Config, model_path: Path) -> dict[str, Any]:

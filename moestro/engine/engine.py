@@ -16,8 +16,7 @@ from moestro.engine.executor import Executor
 from moestro.engine.messages import EngineInfo
 from moestro.expert_cache.cache import ExpertCache
 from moestro.kv_cache.manager import KVManager
-from moestro.scheduler.limits import Limits
-from moestro.scheduler.plan import DecodePlan
+from moestro.scheduler.plan import DecodePlan, SweepPlan
 from moestro.scheduler.scheduler import Scheduler
 from moestro.stats import EngineStats
 from moestro.types import Request, TokenEvent
@@ -38,13 +37,11 @@ class Engine:
         executor: Executor,
         cache: ExpertCache,
         kv: KVManager,
-        limits: Limits,
         *,
         info: EngineInfo,
         closing: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = limits
         self.info = info
         self._scheduler = scheduler
         self._executor = executor
@@ -84,12 +81,20 @@ class Engine:
             self._executor.forget(id)
         events: list[TokenEvent] = []
         if plan.opened is not None:
-            self._executor.open(plan.opened)
+            events += self._open(plan.opened)
         if plan.decode is not None:
             events += self._decode(plan.decode)
         if plan.advance is not None:
             events += self._advance(plan.advance, plan.budget, wake)
         return events
+
+    def _open(self, plan: SweepPlan) -> list[TokenEvent]:
+        try:
+            self._executor.open(plan)
+        except Exception as error:
+            log.exception("a sweep could not be opened")
+            return self._fail([row.id for row in plan.rows], error)
+        return []
 
     def _decode(self, plan: DecodePlan) -> list[TokenEvent]:
         started, exposed = self._clock(), self._executor.exposed

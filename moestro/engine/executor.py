@@ -114,8 +114,9 @@ class Executor:
         while not sweep.advance():
             if enough():
                 return None
-        del self._sweeps[number]
-        return self._results(sweep)
+        results = self._results(sweep)
+        del self._sweeps[number]  # last: when anything above raises, `close` still finds it
+        return results
 
     def _results(self, sweep: Sweep) -> list[Sampled]:
         top = sweep.top()

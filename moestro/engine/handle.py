@@ -114,7 +114,6 @@ class EngineHandle:
         self.failure: MoestroError | None = None  # why start-up failed
         self.info: EngineInfo | None = None
         self.snapshot = EngineStats()
-        self.changed = asyncio.Event()  # set when state leaves "loading"
         self._limits: Limits | None = None
         self._streams: dict[str, Stream] = {}
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
@@ -148,11 +147,7 @@ class EngineHandle:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moestro.engine.process"], stdin=subprocess.PIPE
         )
-        line = {
-            "address": address,
-            "model": str(self._model),
-            "config": self._config.model_dump(mode="json", exclude={"api_key", "config"}),
-        }
+        line = {"address": address, "model": str(self._model), "config": self._config.to_json()}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
         self._process.stdin.flush()
@@ -289,7 +284,6 @@ class EngineHandle:
             max_sweep_tokens=self._config.max_sweep_tokens,
         )
         self.state = "ready"
-        self.changed.set()
 
     async def _watch(self) -> None:
         """Notice the end of the process within a tenth of a second."""
@@ -303,7 +297,6 @@ class EngineHandle:
         if self.state == "dead":
             return
         self.state, self.error = "dead", reason
-        self.changed.set()
         streams, self._streams = set(self._streams.values()), {}
         for stream in streams:
             stream.wake()

@@ -13,6 +13,7 @@ from moestro.config import Config
 from moestro.engine.models.spec import ModelSpec
 from moestro.errors import ConfigError, OutOfMemory
 from moestro.expert_cache.layout import DTYPE_BYTES, ExpertLayout
+from moestro.kv_cache.spec import PagedKV
 
 MIN_STAGING = 2  # slots: one is computed with while the next is filled
 MAX_STAGING = 8
@@ -80,10 +81,12 @@ def plan_memory(spec: ModelSpec, layout: ExpertLayout, config: Config, free: int
     """Split memory for `spec`; `free` is what the machine has left. OutOfMemory says what lacks."""
     notes: list[str] = []
     size = DTYPE_BYTES[layout.dtype]
+    attention = spec.attention
+    kv = PagedKV(len(spec.layers), attention.kv_heads, attention.head_dim, size, config.block_size)
     sizes = _Sizes(
         dense=dense_bytes(spec, size),
         workspace=workspace_bytes(spec, config.max_sweep_tokens, size),
-        block=kv_bytes_per_token(spec, size) * config.block_size,
+        block=kv.block_bytes,
         blob=layout.nbytes,
         experts=len(spec.moe_layers) * spec.moe.experts,
         free=free,
@@ -136,13 +139,6 @@ def workspace_bytes(spec: ModelSpec, tokens: int, size: int) -> int:
     heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
     width = 5 * spec.hidden + 2 * heads + 2 * spec.moe.experts
     return tokens * width * size + 4 * spec.vocab_size * 64
-
-
-def kv_bytes_per_token(spec: ModelSpec, size: int) -> int:
-    """Bytes of keys and values of one token in all layers."""
-    return (
-        sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * size
-    )
 
 
 def free_memory() -> int:

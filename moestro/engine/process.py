@@ -37,6 +37,7 @@ from moestro.engine.messages import (
 )
 from moestro.errors import MoestroError
 from moestro.log import setup
+from moestro.types import Finish, Request, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +103,21 @@ class Loop:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Add(request):
-                self._engine.add(request)
+                self._add(request)
             case Abort(id):
                 self._engine.abort(id)
             case AskStats(number):
                 self._outbox.send(Stats(number, self._engine.stats()))
             case Stop():
                 self._stopping = True
+
+    def _add(self, request: Request) -> None:
+        """What the server should have refused ends that request, not the engine."""
+        try:
+            self._engine.add(request)
+        except MoestroError as error:
+            end = TokenEvent(request.id, finish=Finish.ERROR, error=error.message)
+            self._outbox.send(Events((end,)))
 
     def _report(self) -> None:
         """Unasked snapshots: now and then while busy, and once when all work is done."""
@@ -123,7 +132,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = json.loads(sys.stdin.readline())
-    config = Config.model_validate(start["config"])
+    config = Config.from_json(start["config"])
     setup(config.log_level)
     threading.Thread(target=_die_with_server, daemon=True).start()
     context = zmq.Context()

@@ -102,8 +102,6 @@ class ServerSettings:
     max_stops: int = 16
     max_stop_length: int = 4096
     """Characters of one stop string."""
-    text_threads: int = 2
-    """Threads that render templates and tokenize."""
     send_timeout: float = 60.0
     """A stream whose client takes nothing for this long is aborted."""
     ping_interval: float = 0.0

@@ -82,6 +82,23 @@ def test_a_failing_sweep_ends_its_own_sequences(
     assert tokens == alone
 
 
+@pytest.mark.parametrize("where", ["open", "_results"])
+def test_a_sweep_that_fails_at_either_end_ends_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Before its first piece, or after its last: nothing of it stays, and the engine goes on."""
+    expected = generate(engine, [greedy("later", range(9), 6)])["later"].tokens
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._executor, where, broken)
+        assert generate(engine, [greedy("a", range(40), 5)])["a"].finish is Finish.ERROR
+    assert not engine._executor.sweeping
+    assert generate(engine, [greedy("later", range(9), 6)])["later"].tokens == expected
+
+
 @pytest.mark.parametrize("where", ["sweep", "decode"])
 def test_a_value_that_is_not_finite_fails_one_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
