@@ -34,6 +34,15 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Paged:
+    """All rows for a kernel that reads the KV pool itself."""
+
+    table: torch.Tensor  # [B, n], KV rows of layer 0
+    first: torch.Tensor  # [B], positions seen, both included
+    last: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeStep:
     """The tensors of one decode step over B rows."""
 
@@ -42,19 +51,26 @@ class DecodeStep:
     places: torch.Tensor  # [B], where each row's new KV goes, as in `LayerKV.write`
     cos: torch.Tensor
     sin: torch.Tensor
-    groups: tuple[AttentionGroup, ...]
+    groups: tuple[AttentionGroup, ...]  # empty with `paged`
+    paged: Paged | None
 
 
 class DecodeBuilder:
     """Builds decode steps; remembers block tables that have not changed since the last one."""
 
     def __init__(
-        self, block_size: int, layers: int, inverse: torch.Tensor, window: int | None
+        self,
+        block_size: int,
+        layers: int,
+        inverse: torch.Tensor,
+        window: int | None,
+        paged: bool,
     ) -> None:
         self._size = block_size
         self._layers = layers
         self._inverse = inverse
         self._window = window
+        self._paged = paged
         self._tables: dict[str, tuple[tuple[int, ...], Ints]] = {}
 
     def build(self, plan: DecodePlan) -> DecodeStep:
@@ -64,15 +80,15 @@ class DecodeBuilder:
         tables = [self._table(row) for row in rows]
         own = np.array([t[p] for t, p in zip(tables, positions // self._size, strict=True)])
         cos, sin = rope_tables(torch.from_numpy(positions), self._inverse)
+        parts = [] if self._paged else _split_by_length(positions)
         return DecodeStep(
             ids=tuple(row.id for row in rows),
             tokens=torch.tensor([row.token for row in rows]),
             places=torch.from_numpy(own * self._size + positions % self._size),
             cos=cos,
             sin=sin,
-            groups=tuple(
-                self._group(tables, positions, part) for part in _split_by_length(positions)
-            ),
+            groups=tuple(self._group(tables, positions, part) for part in parts),
+            paged=self._page(tables, positions) if self._paged else None,
         )
 
     def forget(self, id: str) -> None:
@@ -88,14 +104,11 @@ class DecodeBuilder:
         return table
 
     def _group(self, tables: list[Ints], positions: Ints, part: Ints | None) -> AttentionGroup:
-        chosen = range(len(tables)) if part is None else part.tolist()
         mine = positions if part is None else positions[part]
-        width = int(mine.max()) // self._size + 1
-        table = np.zeros((len(mine), width), dtype=np.int64)
-        for line, index in zip(table, chosen, strict=True):
-            used = tables[index][:width]
-            line[: len(used)] = used
-        at = np.arange(width * self._size)[None, :]
+        table = self._padded(
+            [tables[i] for i in (range(len(tables)) if part is None else part)], mine
+        )
+        at = np.arange(table.shape[1] * self._size)[None, :]
         visible = at <= mine[:, None]
         if self._window is not None:
             visible &= at > mine[:, None] - self._window
@@ -104,6 +117,22 @@ class DecodeBuilder:
             table=torch.from_numpy(table),
             visible=torch.from_numpy(visible)[:, None, None],
         )
+
+    def _page(self, tables: list[Ints], positions: Ints) -> Paged:
+        first = np.zeros_like(positions)
+        if self._window is not None:
+            first = np.maximum(first, positions - self._window + 1)
+        table = torch.from_numpy(self._padded(tables, positions))
+        return Paged(table, torch.from_numpy(first), torch.from_numpy(positions))
+
+    def _padded(self, tables: list[Ints], positions: Ints) -> Ints:
+        """Tables [rows, n] wide enough for the last of these positions."""
+        width = int(positions.max()) // self._size + 1
+        padded = np.zeros((len(tables), width), dtype=np.int64)
+        for line, table in zip(padded, tables, strict=True):
+            used = table[:width]
+            line[: len(used)] = used
+        return padded
 
 
 def _split_by_length(positions: Ints) -> list[Ints | None]:

@@ -91,7 +91,8 @@ def describe(config: Config, model_path: Path) -> dict[str, Any]:
         checkpoint = Checkpoint(model_path)
         expert_sources(checkpoint, spec)
         check_tensors(checkpoint, spec)
-    plan = plan_memory(spec, expert_layout(spec, config), config, free_memory())
+    layout = expert_layout(spec, config)
+    plan = plan_memory(spec, layout, config, free_memory())
     return {
         "family": spec.family,
         "memory": plan.table(),
@@ -100,7 +101,7 @@ def describe(config: Config, model_path: Path) -> dict[str, Any]:
         "kv_tokens": plan.kv_tokens,
         "max_model_len": plan.max_model_len,
         "notes": plan.notes,
-        "kernels": registry.explain(kind),
+        "kernels": registry.explain(kind, getattr(torch, layout.dtype)),
     }
 
 

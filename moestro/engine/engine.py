@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 # A sweep with nobody decoding beside it is advanced this long before the loop looks around.
 LONGEST_TURN = 0.05  # seconds
 SMOOTHING = 0.1  # weight of the newest decode step in the running mean
+BESIDE_SMOOTHING = 0.3  # the same beside a sweep, where the next sweep piece depends on it
 
 
 class Engine:
@@ -51,6 +52,7 @@ class Engine:
         self._clock = clock
         self._started = clock()
         self._step_seconds = 0.0
+        self._beside_seconds = 0.0  # of a step beside a sweep
         self._step_rows = 0  # in the last step that was measured
         self._waited: dict[int, float] = {}  # exposed seconds of a sweep's earlier turns
         self._step_tokens: deque[int] = deque(maxlen=4096)
@@ -71,7 +73,7 @@ class Engine:
 
     def step(self, wake: Callable[[], bool] = lambda: False) -> list[TokenEvent]:
         """One turn. A sweep pauses early when `wake()` says that somebody wants attention."""
-        plan = self._scheduler.schedule(self._clock(), self._step_seconds)
+        plan = self._scheduler.schedule(self._clock(), self._step_seconds, self._beside_seconds)
         if plan is None:
             return []
         for number, id in plan.dropped:
@@ -109,10 +111,15 @@ class Engine:
         return self._scheduler.update_decode(plan, sampled, now, self._executor.exposed - exposed)
 
     def _measure(self, took: float, rows: int) -> None:
-        """Keep the mean of an undisturbed step. Beside a sweep a step takes longer, and sweeps
-        are budgeted by it: measuring there would lengthen both in turn."""
-        if self._executor.sweeping and rows <= 2 * self._step_rows:
-            return
+        """Keep the mean of an undisturbed step, and apart from it that of one beside a sweep:
+        sweeps are budgeted by the first, so that mixing them would lengthen both in turn."""
+        if self._executor.sweeping:
+            beside = self._beside_seconds or took
+            self._beside_seconds = beside + BESIDE_SMOOTHING * (took - beside)
+            if rows <= 2 * self._step_rows:
+                return
+        else:
+            self._beside_seconds = 0.0
         mean = self._step_seconds or took
         self._step_seconds = mean + SMOOTHING * (min(took, 10 * mean) - mean)
         self._step_rows = rows

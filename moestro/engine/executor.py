@@ -16,6 +16,7 @@ from moestro.engine.experts import ExpertExecutor
 from moestro.engine.sampler import Sampler, token_logprobs
 from moestro.engine.sweep import Sweep
 from moestro.expert_cache.cache import ExpertCache
+from moestro.kernels.registry import serves
 from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.plan import DecodePlan, Sampled, SweepPlan
 from moestro.types import Request, TokenLogprobs
@@ -31,6 +32,7 @@ class Executor:
     def __init__(
         self, decoder: Decoder, kv: KVStorage, cache: ExpertCache, threads: int = 1
     ) -> None:
+        native_kernels = serves("decode_attention", "native", "cpu", decoder.dtype)
         spec = decoder.spec
         self._decoder = decoder
         self._kv = kv
@@ -38,7 +40,7 @@ class Executor:
         self._piece = PIECE_FLOPS * threads
         self._experts = ExpertExecutor(cache, spec.moe.experts, self._piece)
         self._builder = DecodeBuilder(
-            kv.block_size, kv.layers, decoder.inverse, spec.attention.window
+            kv.block_size, kv.layers, decoder.inverse, spec.attention.window, native_kernels
         )
         self._sampler = Sampler(spec.vocab_size)
         self._sweeps: dict[int, tuple[SweepPlan, Sweep]] = {}

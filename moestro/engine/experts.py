@@ -16,10 +16,13 @@ import numpy.typing as npt
 import torch
 
 from moestro.expert_cache.cache import ExpertCache, Lease
+from moestro.kernels import native
 from moestro.kernels import reference as ops
+from moestro.kernels.registry import serves
 
 Ints = npt.NDArray[np.int64]
 
+NATIVE_ROWS = 16  # rows an expert on average, up to which the native kernel is the faster one
 TILE_ROWS = 1024  # an expert with more tokens than this is computed in several pieces
 
 
@@ -51,6 +54,11 @@ class ExpertExecutor:
         # Transposing is a view, but making one costs as much as a small product: done once a slot.
         self._gate_up = [weight.t() for weight in cache.gate_up]
         self._down = [weight.t() for weight in cache.down]
+        self._addresses = tuple(
+            [w.data_ptr() for w in part] for part in (cache.gate_up, cache.down)
+        )
+        self._inner = cache.down[0].shape[1]
+        self._native = serves("grouped_experts", "native", "cpu", cache.down[0].dtype)
         self._experts = experts
         self._cost = 3.0 * cache.gate_up[0].numel()  # FLOPs of one token in one expert
         self._piece = piece_flops
@@ -135,22 +143,31 @@ class ExpertExecutor:
 
     def _compute(self, lease: Lease, counts: Ints, rows: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert through their experts, as these become available."""
-        gate_up, down = self._gate_up, self._down
         wanted = int(np.count_nonzero(counts))
+        # Decided for all together, so that no product depends on what happened to be resident.
+        native = self._native and len(rows) <= NATIVE_ROWS * wanted
+        compute = self._by_address if native else self._by_tensor
         result: torch.Tensor | None = None
         ends: list[int] = []
         for group in lease.groups():
             if len(group.experts) == wanted:
-                sizes = counts[group.experts].tolist()
-                slots = group.slots
-                return ops.grouped_experts(
-                    rows, sizes, [gate_up[s] for s in slots], [down[s] for s in slots]
-                )
+                return compute(rows, counts[group.experts].tolist(), group.slots)
             if result is None:
                 result, ends = torch.empty_like(rows), np.cumsum(counts).tolist()
             for expert, slot in zip(group.experts, group.slots, strict=True):
                 lo, hi = ends[expert] - int(counts[expert]), ends[expert]
-                one = ops.grouped_experts(rows[lo:hi], [hi - lo], [gate_up[slot]], [down[slot]])
-                result[lo:hi] = one
+                result[lo:hi] = compute(rows[lo:hi], [hi - lo], [slot])
         assert result is not None, "a lease without a group"
         return result
+
+    def _by_tensor(self, rows: torch.Tensor, sizes: list[int], slots: list[int]) -> torch.Tensor:
+        gate_up, down = self._gate_up, self._down
+        return ops.grouped_experts(
+            rows, sizes, [gate_up[s] for s in slots], [down[s] for s in slots]
+        )
+
+    def _by_address(self, rows: torch.Tensor, sizes: list[int], slots: list[int]) -> torch.Tensor:
+        gate_up, down = self._addresses
+        return native.grouped_experts(
+            rows, sizes, [gate_up[s] for s in slots], [down[s] for s in slots], self._inner
+        )

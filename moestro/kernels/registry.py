@@ -9,43 +9,59 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from moestro.kernels import native
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One implementation. `fits(device)` returns the reason why not, or None when it fits."""
+    """One implementation. `fits(device, dtype)` returns why it does not, or None when it does."""
 
     name: str
-    fits: Callable[[str], str | None]
+    fits: Callable[[str, torch.dtype], str | None]
 
 
-def _anywhere(device: str) -> str | None:
+def _anywhere(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _native(device: str, dtype: torch.dtype) -> str | None:
+    if device != "cpu":
+        return "it is for the CPU"
+    return f"it computes in float32, not in {dtype}" if dtype != torch.float32 else native.missing()
+
+
 _REFERENCE = Candidate("torch reference", _anywhere)
+_NATIVE = Candidate("native", _native)
 
 OPS: dict[str, tuple[Candidate, ...]] = {
     "rms_norm": (_REFERENCE,),
     "rope": (_REFERENCE,),
     "softmax_topk": (_REFERENCE,),
-    "decode_attention": (_REFERENCE,),
+    "decode_attention": (_NATIVE, _REFERENCE),
     "sweep_attention": (_REFERENCE,),
-    "grouped_experts": (_REFERENCE,),
+    "grouped_experts": (_NATIVE, _REFERENCE),
     "swiglu": (_REFERENCE,),
     "sampling": (_REFERENCE,),
 }
 
 
-def explain(device: str) -> dict[str, tuple[str, str]]:
-    """op -> (name of the kernel that serves it on `device`, why)."""
-    return {op: choose(candidates, device) for op, candidates in OPS.items()}
+def explain(device: str, dtype: torch.dtype) -> dict[str, tuple[str, str]]:
+    """op -> (name of the kernel that serves it on `device` in `dtype`, why)."""
+    return {op: choose(candidates, device, dtype) for op, candidates in OPS.items()}
 
 
-def choose(candidates: tuple[Candidate, ...], device: str) -> tuple[str, str]:
+def serves(op: str, name: str, device: str, dtype: torch.dtype) -> bool:
+    """Whether the candidate called `name` is the one that serves `op`."""
+    return choose(OPS[op], device, dtype)[0] == name
+
+
+def choose(candidates: tuple[Candidate, ...], device: str, dtype: torch.dtype) -> tuple[str, str]:
     """Name of the first candidate that fits, and why the ones before it do not."""
     refused: list[str] = []
     for candidate in candidates:
-        reason = candidate.fits(device)
+        reason = candidate.fits(device, dtype)
         if reason is None:
             why = "; ".join(refused) or ("first choice" if len(candidates) > 1 else "the only one")
             return candidate.name, why

@@ -18,23 +18,23 @@ class LayerKV:
     """One layer's part of the pool."""
 
     def __init__(self, pool: torch.Tensor, layer: int) -> None:
-        blocks, layers, self._size, _, heads, dim = pool.shape
-        self._layer = layer
+        blocks, layers, self.block_size, _, heads, dim = pool.shape
+        self.layer = layer
         self._shape = (2, heads, dim)
-        self._rows = pool.view(blocks * layers, -1)
-        self._tokens = pool.view(blocks * layers * self._size, -1)
+        self.rows = pool.view(blocks * layers, -1)
+        self._tokens = pool.view(blocks * layers * self.block_size, -1)
 
     def write(self, places: torch.Tensor, new: torch.Tensor) -> None:
         """Store new [T, 2, kv_heads, head_dim] at `places` [T] = row of layer 0 * block_size +
         offset in the block."""
-        where = places + self._layer * self._size
+        where = places + self.layer * self.block_size
         self._tokens.index_copy_(0, where, new.reshape(new.shape[0], -1))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Copy of the blocks at `rows` [..., n] (rows of layer 0), laid end to end:
         [..., n * block_size, 2, kv_heads, head_dim]."""
-        found = self._rows.index_select(0, (rows + self._layer).view(-1))
-        return found.view(*rows.shape[:-1], rows.shape[-1] * self._size, *self._shape)
+        found = self.rows.index_select(0, (rows + self.layer).view(-1))
+        return found.view(*rows.shape[:-1], rows.shape[-1] * self.block_size, *self._shape)
 
 
 class KVStorage:

@@ -5,10 +5,13 @@ Owns: that rule. How much work fits is up to the executor, which always does at 
 
 from __future__ import annotations
 
-# A stream's gap is one decode step, this many steps of sweeping and the executor's inexactness
-# (it stops after a piece, not in it). A decode step beside a sweep takes twice as long as alone,
-# because the sweep empties the processor's caches: together under 5 normal steps.
-SWEEP_STEPS = 1.0
+# What a stream may notice of a sweep beside it: from one token to the next at most this many of
+# its normal steps, one decode step included. The executor stops after a piece of work, not in it,
+# so the largest gap is a little more.
+GAP_STEPS = 2.75
+# A sweep goes on even where a decode step beside it takes that long by itself (on a CPU a sweep
+# empties the caches), by this many steps at least.
+LEAST_STEPS = 0.5
 # Two open sweeps take turns of this many seconds while nobody decodes: short beside a first
 # token's time, long beside the cost of a turn.
 SWEEP_SLICE = 0.05
@@ -16,8 +19,14 @@ SWEEP_SLICE = 0.05
 SHORTEST_SLICE = 0.001
 
 
-def sweep_budget(*, decoding: bool, open_sweeps: int, step_seconds: float) -> float | None:
-    """Seconds to advance a sweep for; None: until it is done or a message arrives."""
+def sweep_budget(
+    *, decoding: bool, open_sweeps: int, step_seconds: float, beside_seconds: float
+) -> float | None:
+    """Seconds to advance a sweep for; None: until it is done or a message arrives.
+
+    `step_seconds` is how long a decode step takes by itself, `beside_seconds` beside a sweep.
+    """
     if decoding:
-        return max(SWEEP_STEPS * step_seconds, SHORTEST_SLICE)
+        left = GAP_STEPS * step_seconds - max(beside_seconds, step_seconds)
+        return max(left, LEAST_STEPS * step_seconds, SHORTEST_SLICE)
     return SWEEP_SLICE if open_sweeps > 1 else None

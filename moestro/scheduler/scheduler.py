@@ -73,10 +73,13 @@ class Scheduler:
         known = [self._live[id] for id in dict.fromkeys(ids) if id in self._live]
         return [self._failed(seq, message, now) for seq in known]
 
-    def schedule(self, now: float, step_seconds: float) -> StepPlan | None:
+    def schedule(
+        self, now: float, step_seconds: float, beside_seconds: float = 0.0
+    ) -> StepPlan | None:
         """The next turn, or None when there is nothing to do.
 
-        `step_seconds` is how long a decode step takes nowadays.
+        `step_seconds` is how long a decode step takes nowadays, `beside_seconds` how long one
+        that ran beside a sweep took.
         """
         rows = self._decode_rows()
         opened = self._open_sweep(now)
@@ -87,7 +90,10 @@ class Scheduler:
         self._released.clear()
         self._dropped.clear()
         budget = sweep_budget(
-            decoding=bool(rows), open_sweeps=len(self._sweeps), step_seconds=step_seconds
+            decoding=bool(rows),
+            open_sweeps=len(self._sweeps),
+            step_seconds=step_seconds,
+            beside_seconds=beside_seconds,
         )
         return StepPlan(
             decode=DecodePlan(rows) if rows else None,

@@ -28,7 +28,7 @@ def plan(positions: list[int]) -> DecodePlan:
 def test_groups_cover_each_row_once_and_see_its_tokens_only(
     positions: list[int], groups: int, window: int | None
 ) -> None:
-    builder = DecodeBuilder(SIZE, LAYERS, torch.ones(4), window)
+    builder = DecodeBuilder(SIZE, LAYERS, torch.ones(4), window, paged=False)
     step = builder.build(plan(positions))
     assert len(step.groups) == groups
     seen: list[int] = []
@@ -49,10 +49,24 @@ def test_groups_cover_each_row_once_and_see_its_tokens_only(
 
 
 def test_a_table_that_grew_is_not_remembered_as_it_was() -> None:
-    builder = DecodeBuilder(SIZE, LAYERS, torch.ones(4), None)
+    builder = DecodeBuilder(SIZE, LAYERS, torch.ones(4), None, paged=False)
     builder.build(plan([3]))
     grown = builder.build(plan([4]))
     assert grown.groups[0].table.tolist() == [[0, LAYERS]]
     builder.forget("0")
     moved = DecodePlan((DecodeRow("0", 7, 4, (5, 6), 0),))
     assert builder.build(moved).groups[0].table.tolist() == [[5 * LAYERS, 6 * LAYERS]]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_paged_step_names_blocks_and_first_and_last_position(window: int | None) -> None:
+    positions = [3, 2900, 0]
+    step = DecodeBuilder(SIZE, LAYERS, torch.ones(4), window, paged=True).build(plan(positions))
+    assert step.paged is not None
+    assert not step.groups
+    assert step.paged.last.tolist() == positions
+    first = [0, 0, 0] if window is None else [max(0, at - window + 1) for at in positions]
+    assert step.paged.first.tolist() == first
+    for row, at in enumerate(positions):
+        blocks = [(1000 * row + b) * LAYERS for b in range(at // SIZE + 1)]
+        assert step.paged.table[row, : len(blocks)].tolist() == blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moestro.errors import ContextTooLong, InvalidRequest, QueueFull
+from moestro.scheduler.pace import GAP_STEPS
 from moestro.scheduler.plan import Sampled
 from moestro.types import Finish
 from tests.scheduler.fakes import Cost, Harness
@@ -58,13 +59,16 @@ def test_a_prompt_is_swept_then_decoded() -> None:
     harness.check_finished("a")
 
 
-def test_while_others_decode_a_sweep_gets_the_time_of_one_step() -> None:
+def test_while_others_decode_a_sweep_gets_what_the_gap_leaves() -> None:
     harness = Harness(cost=SLOW)
     decoding(harness, "a")
     harness.add("b", 10)
     plan = harness.turn()
     assert plan is not None
-    assert plan.budget == pytest.approx(SLOW.step)
+    assert plan.budget == pytest.approx((GAP_STEPS - 1) * SLOW.step)
+    slower = harness.scheduler.schedule(harness.now, SLOW.step, 2 * SLOW.step)
+    assert slower is not None
+    assert slower.budget == pytest.approx((GAP_STEPS - 2) * SLOW.step)
     plan = harness.scheduler.schedule(harness.now, 0.0)
     assert plan is not None
     assert plan.budget == 0.001

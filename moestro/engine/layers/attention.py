@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from moestro.engine.batch import DecodeStep, Segment
+from moestro.engine.batch import DecodeStep, Paged, Segment
 from moestro.engine.models.spec import AttentionSpec, QKNorm
 from moestro.engine.weights import LayerWeights
+from moestro.kernels import native
 from moestro.kernels import reference as ops
 from moestro.kv_cache.storage import LayerKV
 
@@ -55,7 +56,9 @@ class Attention:
         heads = self.project(x, step.cos, step.sin)
         q, new = heads[:, : spec.heads], heads[:, spec.heads :]
         kv.write(step.places, new.view(-1, 2, spec.kv_heads, spec.head_dim))
-        if len(step.groups) == 1:
+        if step.paged is not None:
+            mixed = self._paged(q, step.paged, kv)
+        elif len(step.groups) == 1:
             group = step.groups[0]
             mixed = ops.decode_attention(q, kv.gather(group.table), group.visible, spec.scale)
         else:
@@ -66,6 +69,19 @@ class Attention:
                     q[group.rows], kv.gather(group.table), group.visible, spec.scale
                 )
         return self.output(mixed, residual)
+
+    def _paged(self, q: torch.Tensor, paged: Paged, kv: LayerKV) -> torch.Tensor:
+        return native.decode_attention(
+            q,
+            kv.rows,
+            paged.table,
+            paged.first,
+            paged.last,
+            layer=kv.layer,
+            kv_heads=self.spec.kv_heads,
+            block_size=kv.block_size,
+            scale=self.spec.scale,
+        )
 
     def write(self, heads: torch.Tensor, segment: Segment, kv: LayerKV, lo: int) -> None:
         """Store the KV of projected rows lo, lo + 1, ... of a segment."""
