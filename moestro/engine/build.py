@@ -7,6 +7,7 @@ anything large is allocated.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +16,17 @@ from typing import Any
 import torch
 
 from moestro.config import Config
+from moestro.engine import engine
 from moestro.engine.checkpoint import Checkpoint
 from moestro.engine.decoder import Decoder
-from moestro.engine.engine import Engine
 from moestro.engine.executor import Executor
 from moestro.engine.memory import MemoryPlan, free_memory, plan_memory
 from moestro.engine.messages import EngineInfo
 from moestro.engine.models.hf_config import read_json
 from moestro.engine.models.registry import load_spec
 from moestro.engine.models.spec import ModelSpec
+from moestro.engine.scramble import ScramblingSampler
+from moestro.engine.synthetic import Synthetic
 from moestro.engine.weights import check_tensors, dummy_dense, expert_sources, load_dense
 from moestro.errors import ConfigError
 from moestro.expert_cache.cache import ExpertCache
@@ -45,15 +48,25 @@ def _silent(stage: str, done: int, total: int) -> None:
     pass
 
 
-def build_engine(config: Config, model_path: Path, progress: Progress = _silent) -> Engine:
-    """Load the model in `model_path` and return an engine that is ready to serve."""
-    device(config)
+def build_engine(
+    config: Config,
+    model_path: Path,
+    progress: Progress = _silent,
+    synthetic: Synthetic | None = None,
+) -> engine.Engine:
+    """Load the model in `model_path` and return an engine that is ready to serve.
+
+    `synthetic`: what a benchmark makes up in place of the model's own routing and tokens.
+    """
+    kind = device(config)
     spec = load_spec(model_path)
+    made_up = synthetic or Synthetic()
+    routing = made_up.source(len(spec.moe_layers), spec.moe.experts, spec.moe.top_k)
     layout = expert_layout(spec, config)
-    plan = plan_memory(spec, layout, config, free_memory())
+    plan = _plan(kind, spec, layout, config)
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
     torch.set_num_threads(threads)
-    decoder, store = _load(config, spec, layout, model_path, progress)
+    decoder, store = _load(config, kind, spec, layout, model_path, progress)
     kv = KVStorage(
         blocks=plan.blocks,
         layers=len(spec.layers),
@@ -61,11 +74,11 @@ def build_engine(config: Config, model_path: Path, progress: Progress = _silent)
         kv_heads=spec.attention.kv_heads,
         head_dim=spec.attention.head_dim,
         dtype=decoder.dtype,
+        device=kind,
     )
     trace = _trace(config, spec, layout, model_path)
     policy = make_policy(config.expert_policy, len(spec.moe_layers), spec.moe.experts)
     closing = _remember(config, policy, model_path)
-    cache = _cache(spec, plan, store, policy, trace, progress)
     manager = KVManager(plan.block_size, plan.blocks, prefix_caching=config.enable_prefix_caching)
     limits = Limits(
         max_model_len=plan.max_model_len,
@@ -76,11 +89,23 @@ def build_engine(config: Config, model_path: Path, progress: Progress = _silent)
         max_sweep_tokens=config.max_sweep_tokens,
     )
     scheduler = Scheduler(limits, manager)
-    executor = Executor(decoder, kv, cache, threads)
+    executor: engine.Executor
+    cache: engine.Cache
+    if kind == "cuda":
+        from moestro.engine.gpu.build import build_executor
+
+        executor, cache = build_executor(
+            config, decoder, kv, store, plan, policy, trace, progress, made_up.scramble, routing
+        )
+    else:
+        decoder.routing = routing
+        cpu_cache = _cache(spec, plan, store, policy, trace, progress)
+        sampler = ScramblingSampler(spec.vocab_size) if made_up.scramble else None
+        executor, cache = Executor(decoder, kv, cpu_cache, threads, sampler), cpu_cache
     if trace is not None:
         closing.append(trace.close)
     info = _info(plan, spec, model_path)
-    return Engine(scheduler, executor, cache, manager, info=info, closing=closing)
+    return engine.Engine(scheduler, executor, cache, manager, info=info, closing=closing)
 
 
 def describe(config: Config, model_path: Path) -> dict[str, Any]:
@@ -92,7 +117,7 @@ def describe(config: Config, model_path: Path) -> dict[str, Any]:
         expert_sources(checkpoint, spec)
         check_tensors(checkpoint, spec)
     layout = expert_layout(spec, config)
-    plan = plan_memory(spec, layout, config, free_memory())
+    plan = _plan(kind, spec, layout, config)
     return {
         "family": spec.family,
         "memory": plan.table(),
@@ -106,15 +131,27 @@ def describe(config: Config, model_path: Path) -> dict[str, Any]:
 
 
 def device(config: Config) -> str:
-    """The device to run on. Only the CPU backend exists so far."""
-    if config.device == "cuda":
-        raise ConfigError("--device cuda is not served by this version, only cpu", param="device")
-    return "cpu"
+    """The device to run on: "cuda" or "cpu". ConfigError when CUDA was asked for and lacks."""
+    lacking = cuda_lacks()
+    if config.device == "cuda" and lacking is not None:
+        raise ConfigError(f"--device cuda: {lacking}", param="device")
+    return "cpu" if config.device == "cpu" or lacking is not None else "cuda"
+
+
+def cuda_lacks() -> str | None:
+    """Why nothing can run on a GPU here; None when it can."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'moestro[cuda]'"
+    return None
 
 
 def expert_layout(spec: ModelSpec, config: Config) -> ExpertLayout:
-    """Blob layout in the compute dtype: float32 on a CPU unless --dtype says otherwise."""
-    dtype = "float32" if config.dtype == "auto" else config.dtype
+    """Blob layout in the compute dtype: without --dtype float32 on a CPU, on a GPU the
+    checkpoint's own."""
+    own = spec.dtype if device(config) == "cuda" else "float32"
+    dtype = own if config.dtype == "auto" else config.dtype
     return gated_layout(spec.hidden, spec.moe.intermediate, dtype)
 
 
@@ -128,20 +165,34 @@ def eos_token_ids(model_path: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _plan(kind: str, spec: ModelSpec, layout: ExpertLayout, config: Config) -> MemoryPlan:
+    if kind == "cuda":
+        from moestro.engine.gpu.memory import plan_gpu_memory
+
+        free, _ = torch.cuda.mem_get_info()
+        return plan_gpu_memory(spec, layout, config, free, free_memory())
+    return plan_memory(spec, layout, config, free_memory())
+
+
 def _load(
-    config: Config, spec: ModelSpec, layout: ExpertLayout, path: Path, progress: Progress
+    config: Config,
+    kind: str,
+    spec: ModelSpec,
+    layout: ExpertLayout,
+    path: Path,
+    progress: Progress,
 ) -> tuple[Decoder, ExpertStore]:
     dtype = getattr(torch, layout.dtype)
     if config.load_format == "dummy":
-        weights = dummy_dense(spec, dtype, config.seed)
+        weights = dummy_dense(spec, dtype, config.seed, kind)
         return Decoder(spec, weights), DummyStore(layout, config.seed)
     checkpoint = Checkpoint(path)
     sources = expert_sources(checkpoint, spec)
     check_tensors(checkpoint, spec)
     weights = load_dense(
-        checkpoint, spec, dtype, lambda done, total: progress("dense weights", done, total)
+        checkpoint, spec, dtype, lambda done, total: progress("dense weights", done, total), kind
     )
-    return Decoder(spec, weights), SafetensorsStore(layout, sources)
+    return Decoder(spec, weights), SafetensorsStore(layout, sources, direct=kind == "cuda")
 
 
 def _cache(

@@ -80,15 +80,17 @@ def check_ref(ref: TensorRef, shape: tuple[int, ...]) -> TensorRef:
     return ref
 
 
-def load_tensor(ref: TensorRef, dtype: torch.dtype) -> torch.Tensor:
-    """Read one tensor into memory of its own, converted to `dtype`."""
+def load_tensor(
+    ref: TensorRef, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> torch.Tensor:
+    """Read one tensor into memory of its own on `device`, converted to `dtype` there."""
     buffer = bytearray(ref.nbytes)
     with open(ref.path, "rb") as file:
         file.seek(ref.offset)
         if file.readinto(buffer) != ref.nbytes:
             raise ModelError(f"{Path(ref.path).name} ends inside tensor {ref.name}")
     tensor = torch.frombuffer(buffer, dtype=getattr(torch, ref.dtype)).reshape(ref.shape)
-    return tensor.to(dtype)
+    return tensor.to(device).to(dtype)
 
 
 def read_header(path: Path) -> list[TensorRef]:

@@ -11,14 +11,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from moestro.engine.executor import Executor
 from moestro.engine.messages import EngineInfo
-from moestro.expert_cache.cache import ExpertCache
 from moestro.kv_cache.manager import KVManager
-from moestro.scheduler.plan import DecodePlan, SweepPlan
+from moestro.scheduler.plan import DecodePlan, Sampled, SweepPlan
 from moestro.scheduler.scheduler import Scheduler
-from moestro.stats import EngineStats
+from moestro.stats import EngineStats, ExpertStats
 from moestro.types import Request, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,66 @@ SMOOTHING = 0.1  # weight of the newest decode step in the running mean
 BESIDE_SMOOTHING = 0.3  # the same beside a sweep, where the next sweep piece depends on it
 
 
+class Executor(Protocol):
+    """What carries out plans: `engine.executor` on a CPU, `engine.gpu.executor` on a GPU."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute stood still for experts, since start."""
+
+    @property
+    def sweeping(self) -> bool:
+        """A sweep is open."""
+
+    def add(self, request: Request) -> None:
+        """Get ready for a new sequence."""
+
+    def forget(self, id: str) -> None:
+        """The sequence is gone."""
+
+    def runs_ahead(self, plan: DecodePlan) -> bool:
+        """Whether this step may be launched before the one before it has been collected."""
+
+    def launch(self, plan: DecodePlan) -> None:
+        """Start a decode step."""
+
+    def collect(self) -> list[Sampled]:
+        """Wait for the oldest launched step: one token for every row of its plan."""
+
+    def open(self, plan: SweepPlan) -> None:
+        """Begin a sweep."""
+
+    def drop(self, number: int, id: str) -> bool:
+        """A sequence left a sweep; True when the sweep is over with that."""
+
+    def advance(self, number: int, enough: Callable[[], bool]) -> list[Sampled] | None:
+        """Advance a sweep until it is done (its results) or `enough()` (None)."""
+
+    def close(self, number: int) -> tuple[str, ...]:
+        """Give a sweep up; returns the sequences that were in it."""
+
+
+class Cache(Protocol):
+    """What the engine asks of an expert cache."""
+
+    def stats(self) -> ExpertStats:
+        """A snapshot of the counters."""
+
+    def check(self) -> None:
+        """Raise AssertionError unless all tables agree and nothing is open."""
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A decode step that was started, and when."""
+
+    plan: DecodePlan
+    at: float
+
+
 class Engine:
     """Everything that serves requests, without processes and without text."""
 
@@ -36,7 +96,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        cache: ExpertCache,
+        cache: Cache,
         kv: KVManager,
         *,
         info: EngineInfo,
@@ -54,6 +114,10 @@ class Engine:
         self._step_seconds = 0.0
         self._beside_seconds = 0.0  # of a step beside a sweep
         self._step_rows = 0  # in the last step that was measured
+        self._ahead = False  # the last step may be under way while the next one is launched
+        self._flying: deque[Launched] = deque()  # steps to be collected
+        self._collected = clock()  # when the last one was
+        self._exposed = 0.0  # of the executor, when last looked at
         self._waited: dict[int, float] = {}  # exposed seconds of a sweep's earlier turns
         self._step_tokens: deque[int] = deque(maxlen=4096)
 
@@ -75,7 +139,7 @@ class Engine:
         """One turn. A sweep pauses early when `wake()` says that somebody wants attention."""
         plan = self._scheduler.schedule(self._clock(), self._step_seconds, self._beside_seconds)
         if plan is None:
-            return []
+            return self._collect(0)
         for number, id in plan.dropped:
             if self._executor.drop(number, id):
                 self._waited.pop(number, None)
@@ -85,7 +149,10 @@ class Engine:
         if plan.opened is not None:
             events += self._open(plan.opened)
         if plan.decode is not None:
-            events += self._decode(plan.decode)
+            events += self._launch(plan.decode)
+        # A sweep needs to know what is where, so no step is under way beside it.
+        ahead = plan.decode is not None and plan.advance is None
+        events += self._collect(1 if ahead and self._ahead else 0)
         if plan.advance is not None:
             events += self._advance(plan.advance, plan.budget, wake)
         return events
@@ -98,17 +165,41 @@ class Engine:
             return self._fail([row.id for row in plan.rows], error)
         return []
 
-    def _decode(self, plan: DecodePlan) -> list[TokenEvent]:
-        started, exposed = self._clock(), self._executor.exposed
+    def _launch(self, plan: DecodePlan) -> list[TokenEvent]:
+        self._ahead = self._executor.runs_ahead(plan)
+        events = [] if self._ahead else self._collect(0)
+        launched = Launched(plan, self._clock())
         try:
-            sampled = self._executor.decode(plan)
+            self._executor.launch(plan)
         except Exception as error:
             log.exception("a decode step failed")
-            return self._fail([row.id for row in plan.rows], error)
-        now = self._clock()
-        self._measure(now - started, len(plan.rows))
-        self._step_tokens.append(len(plan.rows))
-        return self._scheduler.update_decode(plan, sampled, now, self._executor.exposed - exposed)
+            return events + self._fail([row.id for row in plan.rows], error)
+        self._flying.append(launched)
+        return events
+
+    def _collect(self, left: int) -> list[TokenEvent]:
+        """Record launched steps, oldest first, until `left` are under way."""
+        events: list[TokenEvent] = []
+        while len(self._flying) > left:
+            launched = self._flying.popleft()
+            plan = launched.plan
+            try:
+                sampled = self._executor.collect()
+            except Exception as error:
+                log.exception("a decode step failed")
+                events += self._fail([row.id for row in plan.rows], error)
+                continue
+            now = self._clock()
+            self._measure(now - max(launched.at, self._collected), len(plan.rows))
+            self._collected = now
+            self._step_tokens.append(len(plan.rows))
+            events += self._scheduler.update_decode(plan, sampled, now, self._newly_exposed())
+        return events
+
+    def _newly_exposed(self) -> float:
+        """Seconds that compute stood still for experts, since this was asked last."""
+        before, self._exposed = self._exposed, self._executor.exposed
+        return self._exposed - before
 
     def _measure(self, took: float, rows: int) -> None:
         """Keep the mean of an undisturbed step, and apart from it that of one beside a sweep:
@@ -127,7 +218,6 @@ class Engine:
     def _advance(
         self, number: int, budget: float | None, wake: Callable[[], bool]
     ) -> list[TokenEvent]:
-        exposed = self._executor.exposed
         clock, limit = self._clock, LONGEST_TURN if budget is None else budget
         deadline = clock() + limit
         try:
@@ -136,7 +226,7 @@ class Engine:
             log.exception("a sweep failed")
             self._waited.pop(number, None)
             return self._fail(list(self._executor.close(number)), error)
-        waited = self._executor.exposed - exposed + self._waited.pop(number, 0.0)
+        waited = self._newly_exposed() + self._waited.pop(number, 0.0)
         if sampled is None:
             self._waited[number] = waited
             return []

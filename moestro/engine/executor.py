@@ -6,6 +6,7 @@ Owns: the open sweeps and the sampler. Does not own: what runs when (`scheduler`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,12 @@ class Executor:
     """Runs steps on the CPU."""
 
     def __init__(
-        self, decoder: Decoder, kv: KVStorage, cache: ExpertCache, threads: int = 1
+        self,
+        decoder: Decoder,
+        kv: KVStorage,
+        cache: ExpertCache,
+        threads: int = 1,
+        sampler: Sampler | None = None,
     ) -> None:
         native_kernels = serves("decode_attention", "native", "cpu", decoder.dtype)
         spec = decoder.spec
@@ -42,7 +48,8 @@ class Executor:
         self._builder = DecodeBuilder(
             kv.block_size, kv.layers, decoder.inverse, spec.attention.window, native_kernels
         )
-        self._sampler = Sampler(spec.vocab_size)
+        self._sampler = sampler or Sampler(spec.vocab_size)
+        self._done: deque[list[Sampled]] = deque()
         self._sweeps: dict[int, tuple[SweepPlan, Sweep]] = {}
         self._carry: dict[str, torch.Tensor] = {}  # last hidden row of a prompt's earlier sweep
 
@@ -68,9 +75,20 @@ class Executor:
         self._carry.pop(id, None)
         self._cache.finish_sequence(id)
 
+    def runs_ahead(self, plan: DecodePlan) -> bool:
+        """Never: a launched step is done."""
+        return False
+
     @torch.inference_mode()
-    def decode(self, plan: DecodePlan) -> list[Sampled]:
-        """One token for every row."""
+    def launch(self, plan: DecodePlan) -> None:
+        """Run a decode step; `collect` gives its result."""
+        self._done.append(self._decode(plan))
+
+    def collect(self) -> list[Sampled]:
+        """One token for every row of the oldest step that was not collected."""
+        return self._done.popleft()
+
+    def _decode(self, plan: DecodePlan) -> list[Sampled]:
         self._cache.begin_pass("decode", len(plan.rows))
         step = self._builder.build(plan)
         logits = self._decoder.decode(step, self._kv, self._experts)

@@ -37,6 +37,7 @@ class MemoryPlan:
     host_entries: int
     experts: int
     max_model_len: int
+    ring: int = 0  # slots, of those a decode step must not keep; on a GPU, beside `staging`
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -71,25 +72,40 @@ class _Sizes:
     blob: int  # one expert
     experts: int
     free: int  # what the machine has left
+    most: int  # slots that hold all experts, staging included
 
     @property
     def fixed(self) -> int:
         return self.dense + self.workspace
 
 
-def plan_memory(spec: ModelSpec, layout: ExpertLayout, config: Config, free: int) -> MemoryPlan:
-    """Split memory for `spec`; `free` is what the machine has left. OutOfMemory says what lacks."""
+def plan_memory(
+    spec: ModelSpec,
+    layout: ExpertLayout,
+    config: Config,
+    free: int,
+    *,
+    workspace: int | None = None,
+    free_host: int | None = None,
+    all_slots: int | None = None,
+) -> MemoryPlan:
+    """Split memory for `spec`; `free` is what the machine has left. OutOfMemory says what lacks.
+
+    On a GPU `free_host` is apart from `free`, and `workspace` and the slots that hold all experts,
+    `all_slots`, are not those of a CPU.
+    """
     notes: list[str] = []
     size = DTYPE_BYTES[layout.dtype]
     attention = spec.attention
     kv = PagedKV(len(spec.layers), attention.kv_heads, attention.head_dim, size, config.block_size)
     sizes = _Sizes(
         dense=dense_bytes(spec, size),
-        workspace=workspace_bytes(spec, config.max_sweep_tokens, size),
+        workspace=workspace or workspace_bytes(spec, config.max_sweep_tokens, size),
         block=kv.block_bytes,
         blob=layout.nbytes,
         experts=len(spec.moe_layers) * spec.moe.experts,
         free=free,
+        most=all_slots or len(spec.moe_layers) * spec.moe.experts + MIN_STAGING,
     )
     length = _model_length(spec, config)
     wanted = _blocks_wanted(config, length)
@@ -97,10 +113,10 @@ def plan_memory(spec: ModelSpec, layout: ExpertLayout, config: Config, free: int
     blocks, length = _blocks(sizes, config, wanted, length, budget - sizes.fixed, notes)
     slots = _slots(sizes, config, budget - sizes.fixed - blocks * sizes.block)
     staging = min(MAX_STAGING, max(MIN_STAGING, slots // 8))
-    if slots >= sizes.experts + MIN_STAGING:
-        slots, staging = sizes.experts + MIN_STAGING, MIN_STAGING
+    if slots >= sizes.most:
+        slots, staging = sizes.most, sizes.most - sizes.experts
     left = free - sizes.fixed - blocks * sizes.block - slots * sizes.blob
-    host = _host_entries(sizes, config, slots - staging, left)
+    host = _host_entries(sizes, config, slots - staging, left if free_host is None else free_host)
     return MemoryPlan(
         dense=sizes.dense,
         workspace=sizes.workspace,
@@ -172,7 +188,7 @@ def _blocks_wanted(config: Config, length: int) -> int:
 
 def _automatic_budget(sizes: _Sizes, config: Config, blocks: int) -> int:
     """Room for everything that is wanted, or half of what is free; what flags fix counts whole."""
-    slots = config.expert_slots or sizes.experts + MIN_STAGING
+    slots = config.expert_slots or sizes.most
     wish = sizes.fixed + blocks * sizes.block + slots * sizes.blob
     explicit = config.expert_slots is not None or config.kv_cache_tokens is not None
     return min(wish, int(sizes.free * (1.0 if explicit else AUTO_SHARE)))
@@ -192,7 +208,7 @@ def _blocks(
             _short(lack, "--kv-cache-tokens", "lower it or raise --gpu-memory")
         return wanted, min(length, wanted * config.block_size)
     # Half at most, unless all experts fit beside more; but one sequence of full length.
-    spare = left - (sizes.experts + MIN_STAGING) * sizes.blob
+    spare = left - sizes.most * sizes.blob
     share = max(left // 2, spare) // sizes.block
     blocks = min(wanted, most, max(share, longest))
     if blocks < longest and config.max_model_len is not None:
@@ -211,7 +227,7 @@ def _slots(sizes: _Sizes, config: Config, left: int) -> int:
         if most < MIN_STAGING:
             lack = MIN_STAGING * sizes.blob - left
             _short(lack, "--gpu-memory", "raise it or lower --kv-cache-tokens")
-        return min(sizes.experts + MIN_STAGING, most)
+        return min(sizes.most, most)
     if wanted < MIN_STAGING:
         raise ConfigError(
             f"--expert-slots is {wanted}, the minimum is {MIN_STAGING}", param="expert_slots"

@@ -31,21 +31,24 @@ def uniform(seed: int, position: int) -> float:
 class Row:
     """What the sampler keeps for one sequence: its parameters and the tokens it has seen."""
 
-    def __init__(self, request: Request, vocab_size: int) -> None:
+    def __init__(
+        self, request: Request, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
         params = request.sampling
         self.params = params
         self.greedy = params.temperature == 0.0
         self.edits = bool(params.logit_bias) or _penalises(params)
-        self._stops = torch.tensor([*params.eos_token_ids, *params.stop_token_ids]).long()
+        stops = [*params.eos_token_ids, *params.stop_token_ids]
+        self._stops = torch.tensor(stops).long().to(device)
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias)).long()
-            self._bias = ids, torch.tensor(list(params.logit_bias.values()))
+            ids = torch.tensor(list(params.logit_bias)).long().to(device)
+            self._bias = ids, torch.tensor(list(params.logit_bias.values())).to(device)
         self._counts: torch.Tensor | None = None  # [vocab] outputs so far
         self._seen: torch.Tensor | None = None  # [vocab] bool, prompt and outputs
         if _penalises(params):
-            self._counts = torch.zeros(vocab_size)
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._counts = torch.zeros(vocab_size, device=device)
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[list(request.prompt)] = True
         for token in request.generated:
             self.record(token)

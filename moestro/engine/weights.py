@@ -65,8 +65,12 @@ def load_dense(
     spec: ModelSpec,
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
+    device: str | torch.device = "cpu",
 ) -> DecoderWeights:
-    """Read every tensor that is not an expert. `progress(done, total)` counts bytes."""
+    """Read every tensor that is not an expert, each to `device` before the next is read.
+
+    `progress(done, total)` counts bytes.
+    """
     total = sum(ref.nbytes for ref in checkpoint.tensors.values() if ".experts." not in ref.name)
     done = 0
 
@@ -75,20 +79,27 @@ def load_dense(
         ref = checkpoint.need(name, shape)
         done += ref.nbytes
         progress(done, total)
-        return load_tensor(ref, dtype)
+        return load_tensor(ref, dtype, device)
 
     return assemble(spec, read, lambda names: checkpoint.find(names) is not None)
 
 
-def dummy_dense(spec: ModelSpec, dtype: torch.dtype, seed: int) -> DecoderWeights:
-    """Seeded random weights of the right shapes: N(0, 0.02), embeddings N(0, 1), norms 1."""
-    generator = torch.Generator().manual_seed(seed)
+def dummy_dense(
+    spec: ModelSpec, dtype: torch.dtype, seed: int, device: str | torch.device = "cpu"
+) -> DecoderWeights:
+    """Seeded random weights of the right shapes: N(0, 0.02), embeddings N(0, 1), norms 1.
+
+    They are drawn on `device`; another kind of device draws other numbers from the same seed.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
 
     def read(name: str, shape: Shape) -> torch.Tensor:
         if len(shape) == 1:
-            return (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=dtype)
+            fill = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(shape, fill, dtype=dtype, device=device)
         std = 1.0 if "embed_tokens" in name else 0.02
-        return torch.empty(shape, dtype=dtype).normal_(0.0, std, generator=generator)
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        return empty.normal_(0.0, std, generator=generator)
 
     return assemble(spec, read, lambda names: True)
 

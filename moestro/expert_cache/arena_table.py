@@ -47,6 +47,14 @@ class ArenaTable:
         """Experts held, in no particular order."""
         return list(self._entry)
 
+    def entry(self, key: int) -> int:
+        """Where an expert that is held is."""
+        return self._entry[key]
+
+    def entries(self) -> list[tuple[int, int]]:
+        """(key, entry) of all experts held and filled or being filled."""
+        return list(self._entry.items())
+
     def lease(self, key: int) -> Claim | None:
         """Lease the entry of `key`, making room when it has none; None when all are leased."""
         entry = self._entry.get(key)

@@ -11,6 +11,7 @@ import numpy as np
 
 from moestro.expert_cache.arena_table import ArenaTable
 from moestro.expert_cache.fetch import NO_SLOT, Fetch
+from moestro.expert_cache.policy import Floats, Ints
 from moestro.expert_cache.residency import Residency
 from moestro.stats import ExpertStats, LayerExpertStats, TierStats
 
@@ -44,6 +45,33 @@ class Meter:
         self._from_host += fetch.filled
         self._from_disk += not fetch.filled
         self.moved(fetch)
+
+    def step(self, wanted: Ints, fetched: Ints, seconds: Floats, *, staged: int) -> None:
+        """A decode step on the device: experts wanted, fetched from host memory and seconds that
+        it stood still for them, for each layer."""
+        for layer, (want, got, waited) in enumerate(
+            zip(wanted.tolist(), fetched.tolist(), seconds.tolist(), strict=True)
+        ):
+            self.hits[layer] += want - got
+            self.misses[layer] += got
+            self.exposed[layer] += waited
+            self._bytes[layer] += got * self._expert_bytes
+        total = int(fetched.sum())
+        self.staged += staged
+        self._fetches += total
+        self._fetch_seconds += float(seconds.sum())
+        self._from_host += total
+        self._host_bytes += total * self._expert_bytes
+
+    def sweep(self, layer: int, hits: int, fetched: int) -> None:
+        """A layer of a sweep on the device: experts in slots, and experts from host memory."""
+        self.hits[layer] += hits
+        self.misses[layer] += fetched
+        self.staged += fetched
+        self._fetches += fetched
+        self._bytes[layer] += fetched * self._expert_bytes
+        self._from_host += fetched
+        self._host_bytes += fetched * self._expert_bytes
 
     def moved(self, fetch: Fetch) -> None:
         """Bytes left a tier, wanted at once or not."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.floating[Any]]
+Bools = npt.NDArray[np.bool_]
 
 
 class Policy(Protocol):
@@ -33,12 +34,21 @@ class Policy(Protocol):
         the router gave each one, averaged over all tokens of the step. Costs microseconds.
         """
 
+    def touch_pass(self, keys: Ints, counts: Ints, clock: int) -> None:
+        """The same for a whole pass in one call: distinct `keys` of any layers, and the tokens of
+        each. On a GPU the host learns of a pass when it is over."""
+
     def rank(self, keys: Ints, clock: int) -> Ints:
         """The order in which `keys` should leave: indices into it, first leaves first."""
 
     def admit(self, key: int, victim: int | None, clock: int) -> bool:
         """Whether `key`, just fetched, deserves the slot of `victim` (None: a free slot)."""
         return True
+
+    def admits(self, keys: Ints, victim: int, clock: int) -> Bools:
+        """Which of `keys`, if the next pass used and fetched them, would deserve the slot of
+        `victim`: `admit` said in advance, for a GPU that cannot ask."""
+        return np.ones(len(keys), np.bool_)
 
     def observe(self, sequences: Sequence[str], layer: int, ids: Ints, row_of: Ints) -> None:
         """Routing of one layer, ids [rows, top_k]; row t is of `sequences[row_of[t]]`."""

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from moestro.errors import ConfigError
-from moestro.expert_cache.policy import Floats, Ints, Policy
+from moestro.expert_cache.policy import Bools, Floats, Ints, Policy
 from moestro.expert_cache.slot_table import SlotTable
 
 Kind = Literal["decode", "sweep"]
@@ -99,6 +99,21 @@ class Residency:
         shares = None if gates is None else gates[experts]
         self.policy.touch(layer, experts, counts[experts], shares, clock)
         return experts, self.table.rows[layer][experts]
+
+    def want_all(self, counts: Ints) -> Ints:
+        """Record a whole pass at once, after it ran: `counts` [layers * experts] are its tokens per
+        expert. Returns how many experts each layer wanted."""
+        keys = counts.nonzero()[0]
+        self._visited = [self.clock] * self.layers
+        self._wanted = len(keys)
+        self._used[keys] = self.clock
+        self.policy.touch_pass(keys, counts[keys], self.clock)
+        return np.bincount(keys // self.experts, minlength=self.layers)
+
+    def idle(self, keys: Ints, passes: int) -> Bools:
+        """Which of `keys` this many passes have not used."""
+        idle: Bools = self.clock - self._used[keys] >= passes
+        return idle
 
     def place(self, layer: int, missing: Ints, counts: Ints) -> list[Placement]:
         """Reserve a slot for each missing expert that is admitted, busiest first.

@@ -71,6 +71,22 @@ class SlotTable:
         self.owner[slot] = key
         self.slot_of[key] = slot
 
+    def replace(self, keys: Ints, slots: Ints) -> Ints:
+        """One after another, `slots`, free or owned, came to hold the distinct `keys`; returns the
+        keys that left. A key may leave one slot and come into another, and a slot come twice."""
+        before = self.owner[slots]
+        free = slots[before == FREE]
+        if len(free):
+            taken = set(free.tolist())
+            self._free = [slot for slot in self._free if slot not in taken]
+        self.slot_of[before[before >= 0]] = FREE
+        self.slot_of[keys] = slots
+        self.owner[slots] = keys  # of several, the last one stays
+        overwritten = keys[self.owner[slots] != keys]
+        self.slot_of[overwritten] = FREE
+        touched = np.concatenate((before[before >= 0], overwritten))
+        return np.unique(touched[self.slot_of[touched] < 0])
+
     def release(self, slot: int) -> None:
         """A reserved cache slot was not filled after all."""
         assert self.owner[slot] == RESERVED, f"slot {slot} was not reserved"

@@ -1,7 +1,7 @@
 """The disk tier: reads one expert as one blob.
 
-Owns: file descriptors and the conversion between the file's dtype and the blob's. Does not own
-the memory it fills. Every store may be called from several threads at once.
+Owns: the checkpoint's open files and the conversion between the file's dtype and the blob's. Does
+not own the memory it fills. Every store may be called from several threads at once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,20 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from moestro.errors import ModelError
+from moestro.expert_cache.direct import (
+    Buffers,
+    Bytes,
+    File,
+    NotDirect,
+    Run,
+    buffer_bytes,
+    cut_short,
+    join,
+    unreadable,
+)
 from moestro.expert_cache.layout import DTYPE_BYTES, ExpertLayout, ExpertSource, Extent, Part
 
 
@@ -34,59 +44,102 @@ class ExpertStore(Protocol):
 
 
 class SafetensorsStore:
-    """Reads byte ranges of the checkpoint's own files, straight into the blob when dtypes agree."""
+    """Reads byte ranges of the checkpoint's own files, straight into the blob when dtypes agree.
 
-    def __init__(self, layout: ExpertLayout, sources: Sequence[ExpertSource]) -> None:
+    `direct`: past the page cache (O_DIRECT), which is for disks that are faster than one copy
+    and for memory that the arena needs. Files whose filesystem refuses are read through it.
+    """
+
+    def __init__(
+        self, layout: ExpertLayout, sources: Sequence[ExpertSource], *, direct: bool = False
+    ) -> None:
         self.layout = layout
         self._parts = {part.name: part for part in layout.parts}
         for source in sources:
             _check_source(self._parts, source)
-        self._sources = {(source.layer, source.expert): source for source in sources}
-        if len(self._sources) != len(sources):
-            raise ModelError(f"{len(sources) - len(self._sources)} experts have two sources")
-        self._files: dict[str, int] = {}
+        self._runs = {(source.layer, source.expert): join(source.extents) for source in sources}
+        if len(self._runs) != len(sources):
+            raise ModelError(f"{len(sources) - len(self._runs)} experts have two sources")
+        self._buffers = Buffers(buffer_bytes(run for runs in self._runs.values() for run in runs))
+        self._files: dict[str, File] = {}
         try:
             for path, end in _ends(sources).items():
-                self._open(path, end)
+                self._open(path, end, direct)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def direct_files(self) -> int:
+        """How many files are read past the page cache."""
+        return sum(file.direct for file in self._files.values())
+
+    @property
+    def reason(self) -> str | None:
+        """Why a file is not, though that was asked for."""
+        return next((file.reason for file in self._files.values() if file.reason), None)
+
     def read(self, layer: int, expert: int, out: memoryview) -> int:
         """See `ExpertStore.read`."""
-        source = self._sources.get((layer, expert))
-        if source is None:
+        runs = self._runs.get((layer, expert))
+        if runs is None:
             raise ModelError(f"the checkpoint has no expert {expert} in MoE layer {layer}")
-        for extent in source.extents:
-            self._read_extent(extent, out)
-        return sum(extent.nbytes for extent in source.extents)
+        for run in runs:
+            self._read_run(run, out)
+        return sum(extent.nbytes for run in runs for extent in run.extents)
 
     def close(self) -> None:
-        """Close every file. No `read` may be running."""
+        """Close every file and free the buffers. No `read` may be running."""
         while self._files:
-            os.close(self._files.popitem()[1])
+            self._files.popitem()[1].close()
+        self._buffers.close()
 
-    def _open(self, path: str, end: int) -> None:
+    def _open(self, path: str, end: int, direct: bool) -> None:
         try:
-            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._files[path] = File(path, direct=direct)
         except OSError as error:
             raise ModelError(f"cannot open {path}: {error.strerror}") from error
-        size = os.fstat(self._files[path]).st_size
+        size = os.fstat(file.fd).st_size
         if size < end:
             raise ModelError(f"{path} is cut short: {size} bytes, tensors end at offset {end}")
 
-    def _read_extent(self, extent: Extent, out: memoryview) -> None:
+    def _read_run(self, run: Run, out: memoryview) -> None:
+        file = self._files[run.path]
+        if file.direct:
+            try:
+                self._read_direct(file, run, out)
+                return
+            except NotDirect:
+                file.give_up()
+        for extent in run.extents:
+            raw = self._raw(extent, out)
+            _read_exactly(file.fd, extent, raw)
+            self._finish(extent, raw, out)
+
+    def _read_direct(self, file: File, run: Run, out: memoryview) -> None:
+        raws = [self._raw(extent, out) for extent in run.extents]
+        with self._buffers.take() as buffer:
+            for at, data in file.pieces(run, buffer):
+                for extent, raw in zip(run.extents, raws, strict=True):
+                    _copy_overlap(at, data, extent.offset, raw)
+        for extent, raw in zip(run.extents, raws, strict=True):
+            self._finish(extent, raw, out)
+
+    def _target(self, extent: Extent, out: memoryview) -> Bytes:
         part = self._parts[extent.part]
         size = DTYPE_BYTES[self.layout.dtype]
         first, last = (part.offset + at * size for at in part.rows(*_rows(extent)))
-        target = out[first:last]
-        fd = self._files[extent.path]
+        return np.frombuffer(out[first:last], np.uint8)
+
+    def _raw(self, extent: Extent, out: memoryview) -> Bytes:
+        """Where an extent's bytes are to be read to: their place in the blob if dtypes agree."""
         if extent.dtype == self.layout.dtype:
-            _read_exactly(fd, extent, target)
-            return
-        raw = bytearray(extent.nbytes)
-        _read_exactly(fd, extent, memoryview(raw))
-        _convert(raw, extent.dtype, target, self.layout.dtype)
+            return self._target(extent, out)
+        return np.empty(extent.nbytes, np.uint8)
+
+    def _finish(self, extent: Extent, raw: Bytes, out: memoryview) -> None:
+        if extent.dtype != self.layout.dtype:
+            _convert(raw, extent.dtype, self._target(extent, out), self.layout.dtype)
 
 
 class DummyStore:
@@ -105,7 +158,7 @@ class DummyStore:
             layout.nbytes // self._size + self._SPREAD, dtype=np.float32
         )
         pool = torch.from_numpy(draws).mul_(0.02).to(getattr(torch, layout.dtype))
-        self._pool: npt.NDArray[np.uint8] = pool.view(torch.uint8).numpy()
+        self._pool: Bytes = pool.view(torch.uint8).numpy()
 
     def read(self, layer: int, expert: int, out: memoryview) -> int:
         """See `ExpertStore.read`."""
@@ -114,15 +167,21 @@ class DummyStore:
         return self.layout.nbytes
 
 
-def _convert(raw: bytearray, found: str, target: memoryview, wanted: str) -> None:
+def _copy_overlap(at: int, data: Bytes, start: int, raw: Bytes) -> None:
+    """Copy what `data`, at offset `at` of a file, has of `raw`, which is at offset `start`."""
+    lo, hi = max(at, start), min(at + len(data), start + len(raw))
+    if lo < hi:  # numpy copies without the GIL
+        np.copyto(raw[lo - start : hi - start], data[lo - at : hi - at])
+
+
+def _convert(raw: Bytes, found: str, target: Bytes, wanted: str) -> None:
     """Write the elements of `raw` to `target` in another dtype."""
     if (found, wanted) == ("bfloat16", "float32"):
         # The usual case on a CPU, in numpy: torch would start threads of its own in each worker.
-        bits = np.frombuffer(target, np.uint32)
-        np.left_shift(np.frombuffer(raw, np.uint16), 16, out=bits, dtype=np.uint32)
+        np.left_shift(raw.view(np.uint16), 16, out=target.view(np.uint32), dtype=np.uint32)
         return
-    source = torch.frombuffer(raw, dtype=getattr(torch, found))
-    torch.frombuffer(target, dtype=getattr(torch, wanted)).copy_(source)
+    source = torch.from_numpy(raw).view(getattr(torch, found))
+    torch.from_numpy(target).view(getattr(torch, wanted)).copy_(source)
 
 
 def _rows(extent: Extent) -> tuple[int, int]:
@@ -157,19 +216,14 @@ def _check_source(parts: Mapping[str, Part], source: ExpertSource) -> None:
             raise ModelError(f"{name}: rows {sorted(found)[1:]} do not fill {part} of {rows} rows")
 
 
-def _read_exactly(fd: int, extent: Extent, out: memoryview) -> None:
+def _read_exactly(fd: int, extent: Extent, out: Bytes) -> None:
     done = 0
     while done < extent.nbytes:
         at = extent.offset + done
         try:
-            got = os.preadv(fd, [out[done:]], at)
+            got = os.preadv(fd, [out[done:].data], at)
         except OSError as error:
-            raise ModelError(
-                f"cannot read {extent.path} at offset {at}: {error.strerror}"
-            ) from error
+            raise unreadable(extent.path, at, error) from error
         if got == 0:
-            raise ModelError(
-                f"{extent.path} is cut short: it ends at offset {at}, "
-                f"{extent.nbytes - done} bytes before the end of an expert"
-            )
+            raise cut_short(extent.path, at, extent.nbytes - done)
         done += got

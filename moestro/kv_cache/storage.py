@@ -52,18 +52,19 @@ class KVStorage:
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         shape = (blocks, layers, block_size, 2, kv_heads, head_dim)
         # Filled, not `torch.zeros`, which may leave pages to be found missing under load.
-        self._pool = torch.empty(shape, dtype=dtype).zero_()
+        self.pool = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.block_size = block_size
         self.layers = layers
-        self._views = [LayerKV(self._pool, layer) for layer in range(layers)]
+        self._views = [LayerKV(self.pool, layer) for layer in range(layers)]
 
     @property
     def nbytes(self) -> int:
         """Size of the pool."""
-        return self._pool.nbytes
+        return self.pool.nbytes
 
     def view(self, layer: int) -> LayerKV:
         """What layer number `layer` may see."""
@@ -73,4 +74,4 @@ class KVStorage:
         """Replace what is not finite, before somebody else gets these blocks: a masked NaN is
         still a NaN. Finite contents, such as a shared prefix, stay as they are."""
         rows = list(blocks)
-        self._pool[rows] = torch.nan_to_num(self._pool[rows], nan=0.0, posinf=0.0, neginf=0.0)
+        self.pool[rows] = torch.nan_to_num(self.pool[rows], nan=0.0, posinf=0.0, neginf=0.0)

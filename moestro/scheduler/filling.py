@@ -85,7 +85,7 @@ class Filling:
         self._kv = kv
         self._seats = limits.max_num_seqs
         self._window = limits.max_sweep_tokens
-        self.small = min(self._window, max(SMALL_TOKENS, self._window // SMALL_PART))
+        self.small = small_tokens(self._window)
 
     def choose(
         self, paused: list[Sequence], waiting: Waiting, running: int, sweeps: Sweeps
@@ -176,3 +176,8 @@ class Filling:
             return False
         seq.awaits = keys[cached]
         return True
+
+
+def small_tokens(window: int) -> int:
+    """Most tokens of a small sweep, which may overtake, when a large one has up to `window`."""
+    return min(window, max(SMALL_TOKENS, window // SMALL_PART))

@@ -13,10 +13,14 @@ from moestro.types import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One running sequence: feed `token` at `position`, sample output number `output_index`."""
+    """One running sequence: feed `token` at `position`, sample output number `output_index`.
+
+    `token` is None while the step that samples it has been launched and not read: it is that
+    step's output, and only the device knows it.
+    """
 
     id: str
-    token: int
+    token: int | None
     position: int  # of `token`; its KV goes to blocks[position // block_size]
     blocks: tuple[int, ...]
     output_index: int  # outputs sampled before this one: the counter for its random number
@@ -27,6 +31,7 @@ class DecodePlan:
     """One decode step: every running sequence advances by one token."""
 
     rows: tuple[DecodeRow, ...]
+    number: int = 0  # counts decode steps
 
 
 @dataclass(frozen=True, slots=True)

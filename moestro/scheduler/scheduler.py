@@ -4,7 +4,9 @@ Owns: the life of every sequence from arrival to its last event. Does not own: t
 (callers pass `now`, in seconds), blocks (`kv_cache`) or the choice of a sweep (`filling`).
 
 A turn is decide (`schedule`), do (the engine's executor), record (`update_decode` and
-`update_sweep`, or `fail`). `abort` may come at any point between.
+`update_sweep`, or `fail`). `abort` may come at any point between. A decode step may be decided
+before the one before it is recorded: then its rows continue from tokens that nobody has seen,
+and a row whose sequence turns out to have ended is passed over when it is recorded.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Scheduler:
         self._waiting = Waiting(self._filling.small)
         self._running = Line()  # those that hold blocks
         self._arrivals = 0
+        self._steps = 0  # decode steps decided
         self._released: list[str] = []
         self._dropped: list[tuple[int, str]] = []
         self._stats = SchedulerStats(finished={finish.value: 0 for finish in Finish})
@@ -96,7 +99,7 @@ class Scheduler:
             beside_seconds=beside_seconds,
         )
         return StepPlan(
-            decode=DecodePlan(rows) if rows else None,
+            decode=self._launch(rows) if rows else None,
             opened=opened,
             advance=advance,
             budget=None if advance is None else budget,
@@ -109,16 +112,12 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Record a decode step. Rows of sequences that ended since are passed over."""
         self._stats.decode_steps += 1
-        positions = {row.id: row.position for row in plan.rows}
         events = []
         for result in sampled:
             seq = self._live.get(result.id)
-            if (
-                seq is None
-                or seq.status is not Status.DECODING
-                or positions.get(result.id) != len(seq.tokens) - 1
-            ):
+            if seq is None or not seq.launched or seq.launched[0] != plan.number:
                 continue
+            seq.launched.popleft()
             seq.exposed += exposed
             events.append(self._record(seq, len(seq.tokens), result, now))
         return events
@@ -177,15 +176,23 @@ class Scheduler:
     def _decode_rows(self) -> tuple[DecodeRow, ...]:
         rows = []
         for seq in list(self._running):  # whoever gives way comes after those with rows already
-            if seq.status is Status.DECODING and self._make_room(seq):
-                position = len(seq.tokens) - 1
-                blocks = self._kv.table(seq.id)
-                rows.append(DecodeRow(seq.id, seq.tokens[-1], position, blocks, seq.outputs))
+            if seq.status is not Status.DECODING or seq.ends_before(self._limits):
+                continue
+            if self._make_room(seq):
+                token = None if seq.launched else seq.tokens[-1]
+                blocks, outputs = self._kv.table(seq.id), seq.outputs + len(seq.launched)
+                rows.append(DecodeRow(seq.id, token, seq.ahead - 1, blocks, outputs))
         return tuple(rows)
+
+    def _launch(self, rows: tuple[DecodeRow, ...]) -> DecodePlan:
+        self._steps += 1
+        for row in rows:
+            self._live[row.id].launched.append(self._steps)
+        return DecodePlan(rows, self._steps)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Get the block for its next token; False when `seq` itself had to give way."""
-        while not self._kv.grow(seq.id, len(seq.tokens)):
+        while not self._kv.grow(seq.id, seq.ahead):
             victim = self._running.last()
             self._preempt(victim)
             if victim is seq:
@@ -246,6 +253,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         seq.status, seq.computed = Status.WAITING, 0
+        seq.launched.clear()  # what these steps sample will be sampled again
         seq.chain = self._chain(seq.request, seq.tokens)
         seq.prompt_logprobs.clear()
         seq.preemptions += 1

@@ -6,6 +6,7 @@ much of its prompt is left). Does not own: blocks (`kv_cache`) or who goes next 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -35,6 +36,7 @@ class Sequence:
     order: tuple[int, int] = field(init=False)  # runs before those with a higher one
     status: Status = Status.WAITING
     computed: int = 0  # leading tokens whose KV is in the cache
+    launched: deque[int] = field(default_factory=deque)  # decode steps whose result is unknown
     sweep: int | None = None  # number of the open sweep it is in
     awaits: bytes | None = None  # key of a block that an open sweep computes for it as well
     started: float | None = None
@@ -57,6 +59,18 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next can be sampled."""
         return len(self.tokens) - self.computed
+
+    @property
+    def ahead(self) -> int:
+        """Length it has reached once all launched steps are read."""
+        return len(self.tokens) + len(self.launched)
+
+    def ends_before(self, limits: Limits) -> bool:
+        """Whether a launched step will end it by length, whatever it samples."""
+        if not self.launched:
+            return False
+        outputs = self.outputs + len(self.launched)
+        return outputs >= self.request.sampling.max_tokens or _full(self.ahead, limits)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -94,8 +108,7 @@ class Sequence:
             return Finish.LENGTH  # max_tokens is 0: it came for the prompt's logprobs
         if last in sampling.eos_token_ids or last in sampling.stop_token_ids:
             return Finish.STOP
-        # A next token needs the KV of all tokens so far, so kv_tokens of them may still go on.
-        full = len(self.tokens) >= limits.max_model_len or len(self.tokens) > limits.kv_tokens
+        full = _full(len(self.tokens), limits)
         return Finish.LENGTH if full or self.outputs >= sampling.max_tokens else None
 
     def stop_token(self) -> int | None:
@@ -103,3 +116,8 @@ class Sequence:
         sampling, last = self.request.sampling, self.tokens[-1]
         stops = last in sampling.stop_token_ids and last not in sampling.eos_token_ids
         return last if stops else None
+
+
+def _full(length: int, limits: Limits) -> bool:
+    """No next token. It would need the KV of all so far, so kv_tokens of them may still go on."""
+    return length >= limits.max_model_len or length > limits.kv_tokens

@@ -22,6 +22,7 @@ usage: moestro VERB [...]
   serve [MODEL] [flags]   answer the OpenAI API on a port; without a model: the demo
   check [MODEL] [flags]   report the machine, the memory plan and the kernels
   simulate TRACE [flags]  replay recorded expert routing against cache policies
+  bench KIND [flags]      measure latency, throughput, a running server or this machine's link
 
 moestro VERB --help lists the flags of a verb; moestro --version prints the version."""
 
@@ -86,8 +87,15 @@ def _simulate(words: Sequence[str]) -> Command:
     return simulate_command(words)
 
 
+def _bench(words: Sequence[str]) -> Command:
+    from moestro.server.cli_bench import bench_command
+
+    return bench_command(words)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], Command]] = {
     "serve": _serve,
     "check": _check,
     "simulate": _simulate,
+    "bench": _bench,
 }

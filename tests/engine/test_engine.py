@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moestro.engine.engine import Engine
-from moestro.scheduler.plan import DecodePlan, Sampled
+from moestro.scheduler.plan import DecodePlan
 from moestro.types import Finish, SamplingParams
 from tests.oracle import drive, tiny
 from tests.oracle.drive import generate, greedy
@@ -32,17 +32,17 @@ def test_a_failing_decode_step_ends_its_rows_and_nothing_else(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = generate(engine, [greedy("later", range(9), 6)])["later"].tokens
-    decode = engine._executor.decode
+    decode = engine._executor.launch
     calls = 0
 
-    def flaky(plan: DecodePlan) -> list[Sampled]:
+    def flaky(plan: DecodePlan) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("a bad day")
-        return decode(plan)
+        decode(plan)
 
-    monkeypatch.setattr(engine._executor, "decode", flaky)
+    monkeypatch.setattr(engine._executor, "launch", flaky)
     with caplog.at_level(logging.CRITICAL, logger="moestro.engine.engine"):
         outputs = generate(engine, [greedy("a", range(5), 20), greedy("b", range(7), 20)])
     assert {out.finish for out in outputs.values()} == {Finish.ERROR}

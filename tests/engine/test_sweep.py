@@ -60,8 +60,13 @@ def finish(executor: Executor, number: int) -> tuple[list[Sampled], int]:
     return found, turns
 
 
+def run(executor: Executor, plan: DecodePlan) -> list[Sampled]:
+    executor.launch(plan)
+    return executor.collect()
+
+
 def pool(executor: Executor) -> torch.Tensor:
-    return executor._kv._pool
+    return executor._kv.pool
 
 
 def test_any_piece_size_gives_the_same_tokens_and_kv(
@@ -153,6 +158,6 @@ def test_decode_steps_between_pieces_change_nothing(
             if len(tokens) < 12:
                 at = 29 + len(tokens)
                 step = DecodePlan((DecodeRow("a", tokens[-1], at, blocks, len(tokens)),))
-                tokens.append(executor.decode(step)[0].token)
+                tokens.append(run(executor, step)[0].token)
         outcomes.append((tokens, [s.token for s in found]))
     assert outcomes[0] == outcomes[1]

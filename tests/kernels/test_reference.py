@@ -113,5 +113,8 @@ def test_grouped_experts(draw: torch.Generator) -> None:
 def test_registry_names_the_reason_of_a_refusal() -> None:
     first = registry.Candidate("fast", lambda device, dtype: f"needs cuda, not {device}")
     last = registry.Candidate("plain", lambda device, dtype: None)
-    assert registry.choose((first, last), "cpu", torch.float32) == ("plain", "not fast: needs cuda, not cpu")
+    assert registry.choose((first, last), "cpu", torch.float32) == (
+        "plain",
+        "not fast: needs cuda, not cpu",
+    )
     assert set(registry.explain("cpu", torch.float32)) == set(registry.OPS)

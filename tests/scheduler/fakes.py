@@ -100,14 +100,19 @@ class FakeExecutor:
     sweeps: dict[int, Travelling] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)  # ids it holds state for
     poisoned: set[str] = field(default_factory=set)
+    unseen: dict[str, tuple[int, ...]] = field(default_factory=dict)  # sampled, not yet recorded
     interrupt: Callable[[float], bool] = lambda now: False  # did a message arrive until now?
 
     def place(self, row: DecodeRow | SweepRow, position: int) -> tuple[int, int]:
         return row.blocks[position // self.block_size], position % self.block_size
 
+    def tokens(self, id: str) -> tuple[int, ...]:
+        """What the device knows of a sequence."""
+        return self.known[id] + self.unseen.get(id, ())
+
     def read(self, row: DecodeRow | SweepRow, length: int) -> int:
         """The state after `length` tokens of the row, each of which must be in memory."""
-        state, tokens = EMPTY, self.known[row.id]
+        state, tokens = EMPTY, self.tokens(row.id)
         for position in range(length):
             state = mix(state, tokens[position])
             got = self.memory.get(self.place(row, position))
@@ -142,11 +147,14 @@ class FakeExecutor:
         for row in plan.rows:
             assert row.id in self.kept
             assert row.id not in travelling
-            assert row.position == len(self.known[row.id]) - 1
-            assert row.token == self.known[row.id][row.position]
-            state = mix(self.read(row, row.position), row.token)
-            self.memory[self.place(row, row.position)] = state, row.token
+            tokens = self.tokens(row.id)
+            assert row.position == len(tokens) - 1
+            assert row.token == (None if self.unseen.get(row.id) else tokens[-1])
+            state = mix(self.read(row, row.position), tokens[-1])
+            self.memory[self.place(row, row.position)] = state, tokens[-1]
             results.append(self.sample(row, state))
+        for result in results:
+            self.unseen[result.id] = (*self.unseen.get(result.id, ()), result.token)
         return results
 
     def sample(self, row: DecodeRow | SweepRow, state: int) -> Sampled:
@@ -206,6 +214,7 @@ class Harness:
         prefix_caching: bool = True,
         small: int | None = None,
         cost: Cost | None = None,
+        ahead: bool = False,
     ) -> None:
         self.limits = Limits(max_model_len, seqs, queued, VOCAB, block_size * blocks, window)
         self.kv = KVManager(block_size, blocks, prefix_caching=prefix_caching)
@@ -220,6 +229,8 @@ class Harness:
         self.times: dict[str, list[float]] = {}
         self.arrived: dict[str, float] = {}
         self.plans: list[StepPlan] = []
+        self.ahead = ahead  # a step is decided and run before the one before it is recorded
+        self.launched: list[tuple[DecodePlan, list[Sampled]]] = []
 
     @property
     def now(self) -> float:
@@ -260,20 +271,33 @@ class Harness:
     def turn(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now, self.executor.cost.step)
         if plan is None:
-            return None
+            if not self.launched:
+                return None
+            self.collect(0)
+            return StepPlan()
         self.plans.append(plan)
         self.executor.forget(plan)
         if plan.opened is not None:
             self.executor.open(plan.opened)
         if plan.decode is not None:
-            results = self.executor.decode(plan.decode)
-            self.take(self.scheduler.update_decode(plan.decode, results, self.now, 0.001))
+            self.launched.append((plan.decode, self.executor.decode(plan.decode)))
+        self.collect(1 if self.ahead and plan.decode is not None and plan.advance is None else 0)
         if plan.advance is not None and plan.advance in self.executor.sweeps:
             done = self.executor.advance(plan.advance, plan.budget)
             if done is not None:
                 self.take(self.scheduler.update_sweep(plan.advance, done, self.now, 0.002))
         self.scheduler.check()
         return plan
+
+    def collect(self, left: int) -> None:
+        """Record launched steps, oldest first, until `left` are unrecorded."""
+        while len(self.launched) > left:
+            plan, results = self.launched.pop(0)
+            self.take(self.scheduler.update_decode(plan, results, self.now, 0.001))
+            self.executor.unseen.clear()
+            for _, later in self.launched:
+                for result in later:
+                    self.executor.unseen[result.id] = (result.token,)
 
     def run(self, turns: int = 5000) -> None:
         """Turn until there is nothing to do."""

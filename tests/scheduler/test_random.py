@@ -25,8 +25,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.sampled_from([3, 8, 20, 300]),
         caching=st.booleans(),
         layers=st.integers(1, 12),
+        ahead=st.booleans(),
     )
-    def build(self, blocks: int, seqs: int, window: int, caching: bool, layers: int) -> None:
+    def build(
+        self, blocks: int, seqs: int, window: int, caching: bool, layers: int, ahead: bool
+    ) -> None:
         self.harness = Harness(
             blocks=blocks,
             seqs=seqs,
@@ -35,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=caching,
             small=max(1, window // 3),
             cost=Cost(layer=0.005, layers=layers),
+            ahead=ahead,
         )
         self.count = 0
         self.left: set[str] = set()  # aborted

@@ -109,7 +109,7 @@ def test_a_small_sweep_overtakes_a_long_one_and_they_take_turns() -> None:
     while not harness.finished("short"):
         harness.turn()
     turns = [plan.advance for plan in harness.plans[start:]]
-    assert turns == [3, 2, 3, 2, 3, 2, 3, 2, 3]  # the short one does two layers a turn
+    assert turns == [3, 2, 3, 2, 3, 2, 3]  # the short one does three layers a turn
     assert not harness.events["long"]
     assert rows(harness)[-1] == ["short"]  # the middle one is not small: it waits for the long
 

@@ -22,6 +22,18 @@ def route(
     return ops.softmax_topk(F.linear(x, weight), spec.top_k, spec.renormalize, out)
 
 
+def route_to(
+    spec: MoESpec, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for experts ids [T, k] that somebody else chose: the router's own weights of them,
+    renormalised as the model does. For benchmarks."""
+    out = torch.float32 if spec.router_dtype is RouterDtype.FLOAT32 else x.dtype
+    weights = torch.softmax(F.linear(x, weight), -1, dtype=torch.float32).gather(-1, ids)
+    if spec.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(out), ids
+
+
 def dense_mlp(gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """down(silu(gate x) * up x) for x [T, hidden]."""
     return F.linear(ops.swiglu(F.linear(x, gate_up)), down)

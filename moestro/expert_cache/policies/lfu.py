@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.expert_cache.policies.state import DecayedCount, read_state, write_state
-from moestro.expert_cache.policy import Floats, Ints, Policy
+from moestro.expert_cache.policy import Bools, Floats, Ints, Policy
 
 
 class Lfu(Policy):
@@ -28,6 +28,10 @@ class Lfu(Policy):
         """See `Policy.touch`."""
         self._uses.touch(layer, experts, clock)
 
+    def touch_pass(self, keys: Ints, counts: Ints, clock: int) -> None:
+        """See `Policy.touch_pass`."""
+        self._uses.touch_pass(keys, clock)
+
     def rank(self, keys: Ints, clock: int) -> Ints:
         """See `Policy.rank`."""
         return np.argsort(self._uses[keys], kind="stable")
@@ -35,6 +39,11 @@ class Lfu(Policy):
     def admit(self, key: int, victim: int | None, clock: int) -> bool:
         """See `Policy.admit`."""
         return victim is None or bool(self._uses[key] >= self._uses[victim])
+
+    def admits(self, keys: Ints, victim: int, clock: int) -> Bools:
+        """See `Policy.admits`."""
+        deserves: Bools = self._uses[keys] + 1.0 >= self._uses[victim]
+        return deserves
 
     def save(self, path: Path) -> None:
         """See `Policy.save`."""

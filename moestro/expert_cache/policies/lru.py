@@ -25,6 +25,10 @@ class Lru(Policy):
         """See `Policy.touch`."""
         self._last.touch(layer, experts)
 
+    def touch_pass(self, keys: Ints, counts: Ints, clock: int) -> None:
+        """See `Policy.touch_pass`."""
+        self._last.touch_pass(keys)
+
     def rank(self, keys: Ints, clock: int) -> Ints:
         """See `Policy.rank`."""
         return np.argsort(self._last[keys], kind="stable")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.expert_cache.policies.state import DecayedCount, LastUse, read_state, write_state
-from moestro.expert_cache.policy import Floats, Ints, Policy
+from moestro.expert_cache.policy import Bools, Floats, Ints, Policy
 
 _ONE_USE = 1.0 + 1e-6  # the last use of the newcomer, and rounding
 
@@ -34,6 +34,11 @@ class LruFrequency(Policy):
         self._last.touch(layer, experts)
         self._uses.touch(layer, experts, clock)
 
+    def touch_pass(self, keys: Ints, counts: Ints, clock: int) -> None:
+        """See `Policy.touch_pass`."""
+        self._last.touch_pass(keys)
+        self._uses.touch_pass(keys, clock)
+
     def rank(self, keys: Ints, clock: int) -> Ints:
         """See `Policy.rank`."""
         return np.argsort(self._last[keys], kind="stable")
@@ -41,6 +46,11 @@ class LruFrequency(Policy):
     def admit(self, key: int, victim: int | None, clock: int) -> bool:
         """See `Policy.admit`."""
         return victim is None or bool(self._uses[key] > self._uses[victim] + _ONE_USE)
+
+    def admits(self, keys: Ints, victim: int, clock: int) -> Bools:
+        """See `Policy.admits`. The use to come does not count."""
+        deserves: Bools = self._uses[keys] > self._uses[victim] + (_ONE_USE - 1.0)
+        return deserves
 
     def save(self, path: Path) -> None:
         """See `Policy.save`."""

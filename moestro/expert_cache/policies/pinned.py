@@ -9,7 +9,7 @@ import numpy as np
 
 from moestro.errors import ConfigError
 from moestro.expert_cache.policies.state import LastUse, read_state, write_state
-from moestro.expert_cache.policy import Floats, Ints, Policy
+from moestro.expert_cache.policy import Bools, Floats, Ints, Policy
 
 
 class Pinned(Policy):
@@ -44,6 +44,11 @@ class Pinned(Policy):
         self._last.touch(layer, experts)
         self._rows[layer][experts] += 1
 
+    def touch_pass(self, keys: Ints, counts: Ints, clock: int) -> None:
+        """See `Policy.touch_pass`."""
+        self._last.touch_pass(keys)
+        self._uses[keys] += 1
+
     def rank(self, keys: Ints, clock: int) -> Ints:
         """See `Policy.rank`."""
         return np.lexsort((self._last[keys], self._hot[keys]))
@@ -51,6 +56,11 @@ class Pinned(Policy):
     def admit(self, key: int, victim: int | None, clock: int) -> bool:
         """See `Policy.admit`."""
         return victim is None or not self._hot[victim] or bool(self._hot[key])
+
+    def admits(self, keys: Ints, victim: int, clock: int) -> Bools:
+        """See `Policy.admits`."""
+        hot: Bools = self._hot[keys]
+        return hot if self._hot[victim] else np.ones(len(keys), np.bool_)
 
     def save(self, path: Path) -> None:
         """See `Policy.save`."""

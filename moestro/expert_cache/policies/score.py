@@ -8,7 +8,7 @@ import numpy as np
 
 from moestro.errors import ConfigError
 from moestro.expert_cache.policies.state import DecayedCount, read_state, write_state
-from moestro.expert_cache.policy import Floats, Ints, Policy
+from moestro.expert_cache.policy import Bools, Floats, Ints, Policy
 
 _GATE_MEMORY = 0.9  # weight of the past in the running mean of an expert's gate probability
 
@@ -56,6 +56,12 @@ class Score(Policy):
             row = self._gate_rows[layer]
             row[experts] = _GATE_MEMORY * row[experts] + (1.0 - _GATE_MEMORY) * gates
 
+    def touch_pass(self, keys: Ints, counts: Ints, clock: int) -> None:
+        """See `Policy.touch_pass`."""
+        self._clock = clock
+        self._uses.touch_pass(keys, clock)
+        self._last[keys] = clock
+
     def rank(self, keys: Ints, clock: int) -> Ints:
         """See `Policy.rank`."""
         return np.argsort(self._score(keys, clock), kind="stable")
@@ -66,6 +72,13 @@ class Score(Policy):
             return True
         new, old = self._score(np.array([key, victim]), clock)
         return bool(new >= old)
+
+    def admits(self, keys: Ints, victim: int, clock: int) -> Bools:
+        """See `Policy.admits`. The use to come counts as a recent one."""
+        alpha, beta, gamma = self._weights
+        new = alpha * self._uses.rate(keys) + beta + gamma * self._gate[keys]
+        deserves: Bools = new >= self._score(np.array([victim]), clock)[0]
+        return deserves
 
     def save(self, path: Path) -> None:
         """See `Policy.save`."""

@@ -35,6 +35,11 @@ class LastUse:
         self._tick += 1
         self._rows[layer][experts] = self._tick
 
+    def touch_pass(self, keys: Ints) -> None:
+        """All used in one pass: a single tick."""
+        self._tick += 1
+        self._ticks[keys] = self._tick
+
     def __getitem__(self, keys: Ints) -> Ints:
         return self._ticks[keys]
 
@@ -69,6 +74,12 @@ class DecayedCount:
         if clock != self._clock:
             self._advance(clock)
         self._rows[layer][experts] += self._unit
+
+    def touch_pass(self, keys: Ints, clock: int) -> None:
+        """Keys of any layers used in the pass `clock`."""
+        if clock != self._clock:
+            self._advance(clock)
+        self._weights[keys] += self._unit
 
     def __getitem__(self, keys: Any) -> Any:
         """Faded number of uses, as of the last touch."""

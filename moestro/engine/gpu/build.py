@@ -1,0 +1,91 @@
+"""Joins the parts that run on a CUDA device.
+
+Owns: the order of construction there. `engine.build` does the rest, for every kind of device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from moestro.config import Config
+from moestro.engine.decoder import Decoder
+from moestro.engine.gpu.buffers import StepInput
+from moestro.engine.gpu.executor import GpuExecutor
+from moestro.engine.gpu.graphs import Graphs
+from moestro.engine.gpu.sampler import DeviceSampler
+from moestro.engine.gpu.step import Shared
+from moestro.engine.gpu.sweep import Workspace
+from moestro.engine.memory import MemoryPlan
+from moestro.engine.synthetic import RoutingSource
+from moestro.expert_cache.device_cache import DeviceCache
+from moestro.expert_cache.policy import Policy
+from moestro.expert_cache.store import ExpertStore
+from moestro.expert_cache.trace import TraceWriter
+from moestro.kv_cache.storage import KVStorage
+from moestro.scheduler.filling import small_tokens
+
+MOST_WORKERS = 16
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+def build_executor(
+    config: Config,
+    decoder: Decoder,
+    kv: KVStorage,
+    store: ExpertStore,
+    plan: MemoryPlan,
+    policy: Policy,
+    trace: TraceWriter | None,
+    progress: Progress,
+    scramble: bool,
+    routing: RoutingSource | None,
+) -> tuple[GpuExecutor, DeviceCache]:
+    """Allocate, warm the cache, capture the graphs."""
+    spec, device = decoder.spec, kv.pool.device
+    layers, moe = len(spec.moe_layers), spec.moe
+    cache = DeviceCache(
+        store,
+        layers,
+        moe.experts,
+        slots=plan.slots - plan.ring - plan.staging,
+        ring=plan.ring,
+        staging=plan.staging,
+        host=plan.host_entries,
+        policy=policy,
+        device=device,
+        workers=min(MOST_WORKERS, os.cpu_count() or 1),
+        trace=trace,
+    )
+    size = store.layout.nbytes
+    cache.warm(
+        cache.preferred_order(), lambda done, total: progress("experts", done * size, total * size)
+    )
+    rows = config.max_num_seqs
+    blocks = -(-plan.max_model_len // plan.block_size) + 1
+    forced = None
+    if routing is not None:
+        forced = torch.zeros(layers, rows, moe.top_k, dtype=torch.int32, device=device)
+    shared = Shared(
+        decoder=decoder,
+        cache=cache,
+        kv=kv,
+        given=StepInput(rows, device),
+        sampled=torch.zeros(rows, dtype=torch.int64, device=device),
+        tables=torch.zeros(rows, blocks + 1, dtype=torch.int32, device=device),
+        logits=torch.zeros(rows, spec.vocab_size, dtype=torch.float32, device=device),
+        inverse=decoder.inverse.to(device),
+        timed=True,
+        scramble=scramble,
+        forced=forced,
+    )
+    tokens = config.max_sweep_tokens
+    spaces = (
+        Workspace(spec, small_tokens(tokens), decoder.dtype, device),
+        Workspace(spec, tokens, decoder.dtype, device),
+    )
+    graphs = Graphs(shared, rows, lambda done, total: progress("graphs", done, total))
+    sampler = DeviceSampler(spec.vocab_size, device, scramble=scramble)
+    return GpuExecutor(shared, graphs, sampler, spaces, routing), cache

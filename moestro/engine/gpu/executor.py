@@ -1,0 +1,383 @@
+"""Carries out plans on a CUDA device.
+
+Owns: the order of launches, what is collected when, and what happens when a step found an expert
+in no memory that the device can read. Does not own: what runs when (`scheduler`), or kernels.
+
+A step is launched without waiting for the one before it; its tokens stay on the device. `collect`
+waits for the oldest launched step and reads its report. Everything is launched on one stream, so
+that a block or slot given to somebody else is written after its last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from moestro.engine.gpu.graphs import Graphs, Launched
+from moestro.engine.gpu.sampler import DeviceSampler, Scores, scramble_
+from moestro.engine.gpu.step import Shared
+from moestro.engine.gpu.sweep import GpuSweep, Segment, Workspace
+from moestro.engine.sampler import token_logprobs
+from moestro.engine.synthetic import RoutingSource
+from moestro.errors import StepFailed
+from moestro.expert_cache.stream import ExpertStream
+from moestro.kernels.gpu import sampling
+from moestro.kernels.gpu.tables import Fault
+from moestro.scheduler.plan import DecodePlan, DecodeRow, Sampled, SweepPlan, SweepRow
+from moestro.types import Request, TokenLogprobs
+
+Arrays = dict[str, npt.NDArray[Any]]
+NOT_FINITE = "the model's output is not a finite number"
+
+
+@dataclass(slots=True)
+class Flying:
+    """A launched step and what will come back from it."""
+
+    plan: DecodePlan
+    launched: Launched
+    report: Arrays
+    scores: Scores | None
+    arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+
+class GpuExecutor:
+    """Runs steps on one CUDA device."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        graphs: Graphs,
+        sampler: DeviceSampler,
+        spaces: tuple[Workspace, Workspace],
+        routing: RoutingSource | None = None,
+    ) -> None:
+        self._shared = shared
+        self._graphs = graphs
+        self._sampler = sampler
+        self._small, self._large = spaces
+        self._routing = routing
+        self._stream = ExpertStream(shared.cache)
+        self._sweeps: dict[int, tuple[SweepPlan, GpuSweep, Workspace]] = {}
+        self._carry: dict[str, torch.Tensor] = {}  # last hidden row of a prompt's earlier sweep
+        self._last: dict[str, int] = {}  # newest token that the host knows
+        self._flying: list[Flying] = []
+        self._void = False  # a step in flight computed nothing: its plan must be run again
+        self.exposed = 0.0
+
+    @property
+    def sweeping(self) -> bool:
+        """A sweep is open."""
+        return bool(self._sweeps)
+
+    # Sequences
+
+    def add(self, request: Request) -> None:
+        """Get ready for a new sequence."""
+        self._sampler.add(request)
+
+    def forget(self, id: str) -> None:
+        """The sequence is gone."""
+        self._sampler.forget(id)
+        self._carry.pop(id, None)
+        self._last.pop(id, None)
+        self._shared.cache.finish_sequence(id)
+
+    # Decode
+
+    def runs_ahead(self, plan: DecodePlan) -> bool:
+        """Whether this step may be launched before the one before it has been collected."""
+        rows = plan.rows
+        return not (self._void or self._shared.cache.dirty) and not any(
+            self._sampler.needs_past(row.id, row.output_index) for row in rows
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: DecodePlan) -> None:
+        """Start a step; `collect` gives its result."""
+        cache = self._shared.cache
+        if cache.dirty:
+            assert not self._flying, "tables are uploaded while a step may change them"
+            cache.upload()
+        elif self._flying or self._shared.cache.recent:
+            cache.refresh()
+        if self._routing is not None:
+            self._force(plan)
+        salts = self._sampler.salt if self._sampler.scramble else None
+        launched = self._graphs.launch(plan, self._sampler.params, salts)
+        scores = self._choose(plan, launched)
+        report = launched.step.report.download()
+        flying = Flying(plan, launched, report, scores)
+        flying.arrived.record()
+        self._flying.append(flying)
+
+    @torch.inference_mode()
+    def collect(self) -> list[Sampled]:
+        """Wait for the oldest launched step: one token for every row of its plan."""
+        flying = self._flying.pop(0)
+        flying.arrived.synchronize()
+        code, layer = flying.report["fault"].tolist()
+        if code != Fault.NONE:
+            self._faulted(flying)
+        if code == Fault.NO_SLOT:
+            raise StepFailed(f"MoE layer {layer} needs more experts at once than there are slots")
+        if code != Fault.NONE:
+            return self._again(flying)
+        self._void = False
+        self._record(flying)
+        return self._results(flying)
+
+    def _choose(self, plan: DecodePlan, launched: Launched) -> Scores | None:
+        """Sample again where a graph's own tokens are not the ones."""
+        if all(self._sampler.plain(row.id, row.output_index) for row in plan.rows):
+            return None
+        shared, step = self._shared, launched.step
+        places = zip(launched.seats, plan.rows, strict=True)
+        scores = self._sampler.choose(
+            {seat: (row.id, row.output_index) for seat, row in places},
+            shared.logits[: step.rows],
+            shared.given.sampling(step.rows),
+            tokens=shared.sampled[: step.rows],
+            finite=step.report.on_device["finite"],
+        )
+        step.scramble()
+        step.finish()
+        return scores
+
+    def _force(self, plan: DecodePlan) -> None:
+        """Upload made-up routing, in the order of the seats that the rows will get."""
+        assert self._routing is not None and self._shared.forced is not None
+        seats = self._graphs.seats(plan)
+        ids = self._routing.step([row.id for row in plan.rows])
+        ordered = np.empty_like(ids)
+        ordered[:, seats] = ids
+        pinned = torch.from_numpy(ordered).pin_memory()
+        self._shared.forced[:, : len(seats)].copy_(pinned, non_blocking=True)
+
+    def _record(self, flying: Flying) -> None:
+        report, seats = flying.report, flying.launched.seats
+        jobs = report["n_jobs"]
+        waited = np.where(jobs > 0, report["ended"] - report["started"], 0) * 1e-9
+        ids = report["ids"][:, seats]
+        sequences = [row.id for row in flying.plan.rows]
+        self._shared.cache.collect(
+            ids, jobs, report["job_key"], report["job_slot"], waited, sequences
+        )
+        self.exposed += float(waited.sum())
+
+    def _results(self, flying: Flying) -> list[Sampled]:
+        tokens = flying.report["tokens"].tolist()
+        finite = flying.report["finite"].tolist()
+        results = []
+        for row, seat in zip(flying.plan.rows, flying.launched.seats, strict=True):
+            if not finite[seat]:
+                self._shared.kv.scrub(row.blocks)
+                results.append(Sampled(row.id, 0, error=NOT_FINITE))
+                continue
+            token = tokens[seat]
+            self._sampler.record(row.id, token)
+            self._last[row.id] = token
+            results.append(Sampled(row.id, token, self._scored(flying, row, seat, token)))
+        return results
+
+    def _scored(
+        self, flying: Flying, row: DecodeRow, seat: int, token: int
+    ) -> TokenLogprobs | None:
+        if flying.scores is None or not self._sampler.knows(row.id):
+            return None
+        wanted = self._sampler.params(row.id).logprobs
+        return None if wanted is None else flying.scores.of(seat, token, wanted)
+
+    def _faulted(self, flying: Flying) -> None:
+        """This step has no result, nor has the one launched after it."""
+        torch.cuda.synchronize()
+        self._void = bool(self._flying)
+        report = flying.report
+        self._shared.cache.faulted(report["n_jobs"], report["job_key"], report["job_slot"])
+
+    def _again(self, flying: Flying) -> list[Sampled]:
+        """A step stopped at an expert that no memory had. Its rows go through a sweep of one token
+        each, which can read from disk. What it wrote to the KV cache is written again."""
+        rows = [row for row in flying.plan.rows if self._sampler.knows(row.id)]
+        runs = tuple(
+            SweepRow(
+                id=row.id,
+                tokens=(self._last[row.id] if row.token is None else row.token,),
+                start=row.position,
+                blocks=row.blocks,
+                output_index=row.output_index,
+                samples=True,
+            )
+            for row in rows
+        )
+        if not runs:
+            return []
+        space = (
+            self._small
+            if self._small.tokens >= len(runs) and not self._busy(self._small)
+            else self._large
+        )
+        sweep = GpuSweep(SweepPlan(-1, runs), self._shared, self._stream, space)
+        while not sweep.advance():
+            pass
+        results = self._sample_top(sweep)
+        sweep.close()
+        seats = dict(zip((row.id for row in flying.plan.rows), flying.launched.seats, strict=True))
+        for one in results:
+            self._shared.sampled[seats[one.id]] = one.token
+        return results
+
+    # Sweeps
+
+    @torch.inference_mode()
+    def open(self, plan: SweepPlan) -> None:
+        """Begin a sweep; nothing is computed yet."""
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        fits = [
+            space
+            for space in (self._small, self._large)
+            if space.tokens >= tokens and not self._busy(space)
+        ]
+        assert fits, f"no room for a sweep of {tokens} tokens"
+        sweep = GpuSweep(plan, self._shared, self._stream, fits[0])
+        self._sweeps[plan.number] = plan, sweep, fits[0]
+
+    @torch.inference_mode()
+    def drop(self, number: int, id: str) -> bool:
+        """The sequence left this sweep; it must write no KV from now on. A sweep that all have
+        left is over, nobody will advance it: then True."""
+        if number not in self._sweeps:
+            return True
+        _, sweep, _ = self._sweeps[number]
+        sweep.drop(id)
+        over = not any(segment.alive for segment in sweep.segments)
+        if over:
+            self._end(number)
+        return over
+
+    @torch.inference_mode()
+    def close(self, number: int) -> tuple[str, ...]:
+        """Give a sweep up; returns the sequences that were in it."""
+        return tuple(row.id for row in self._end(number).rows)
+
+    @torch.inference_mode()
+    def advance(self, number: int, enough: Callable[[], bool]) -> list[Sampled] | None:
+        """Advance a sweep until it is done (its results) or `enough()` (None)."""
+        if number not in self._sweeps:
+            return []
+        assert not self._flying, "a sweep needs to know what is where"
+        _, sweep, _ = self._sweeps[number]
+        before: torch.cuda.Event | None = None
+        while not sweep.advance():
+            # One piece is always under way while the host looks at the clock.
+            launched = torch.cuda.Event()
+            launched.record()
+            if before is not None:
+                before.synchronize()
+            before = launched
+            if enough():
+                return None
+        results = self._sample_top(sweep)
+        self._end(number)
+        return results
+
+    def _busy(self, space: Workspace) -> bool:
+        return any(space is taken for _, _, taken in self._sweeps.values())
+
+    def _end(self, number: int) -> SweepPlan:
+        plan, sweep, _ = self._sweeps.pop(number)
+        sweep.close()
+        return plan
+
+    def _sample_top(self, sweep: GpuSweep) -> list[Sampled]:
+        top = sweep.top()
+        sampling_rows = [(segment, rows) for segment, rows in top if segment.row.samples]
+        found: dict[str, Sampled] = {}
+        if sampling_rows:
+            last = torch.stack([rows[-1] for _, rows in sampling_rows])
+            found = self._sample(last, [segment.row for segment, _ in sampling_rows])
+        results = []
+        for segment, rows in top:
+            one = found.get(segment.row.id)
+            if one is not None and one.error is not None:
+                self._shared.kv.scrub(segment.row.blocks)
+            prompt = self._prompt_logprobs(segment, rows)
+            if prompt is not None:
+                base = one or Sampled(segment.row.id, -1)
+                one = Sampled(base.id, base.token, base.logprobs, prompt, base.error)
+            if one is not None:
+                results.append(one)
+        return results
+
+    def _sample(self, hidden: torch.Tensor, rows: list[SweepRow]) -> dict[str, Sampled]:
+        """Tokens after these rows of the top, [n, hidden]."""
+        shared, device = self._shared, hidden.device
+        logits = F.linear(hidden, shared.decoder.head).float()
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+        finite = torch.empty(len(rows), dtype=torch.bool, device=device)
+        ids = {at: (row.id, row.output_index) for at, row in enumerate(rows)}
+        given = self._parameters(rows, device)
+        scores = self._sampler.choose(ids, logits, given, tokens=tokens, finite=finite)
+        if self._sampler.scramble:
+            salts = [self._sampler.salt(row.id, row.output_index) for row in rows]
+            scramble_(tokens, torch.tensor(salts, device=device), self._sampler.vocab)
+        chosen, fine = tokens.tolist(), finite.tolist()
+        found = {}
+        for at, row in enumerate(rows):
+            if not fine[at]:
+                found[row.id] = Sampled(row.id, 0, error=NOT_FINITE)
+                continue
+            self._sampler.record(row.id, chosen[at])
+            self._last[row.id] = chosen[at]
+            wanted = self._sampler.params(row.id).logprobs
+            report = None
+            if scores is not None and wanted is not None:
+                report = scores.of(at, chosen[at], wanted)
+            found[row.id] = Sampled(row.id, chosen[at], report)
+        return found
+
+    def _parameters(self, rows: list[SweepRow], device: torch.device) -> sampling.Rows:
+        params = [self._sampler.params(row.id) for row in rows]
+        seeds = np.array([p.seed for p in params], np.uint64).astype(np.int64)
+
+        def on(values: object, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return sampling.Rows(
+            temperature=on([p.temperature for p in params], torch.float32),
+            top_k=on([p.top_k for p in params], torch.int32),
+            top_p=on([p.top_p for p in params], torch.float64),
+            min_p=on([p.min_p for p in params], torch.float64),
+            seed=on(seeds.tolist(), torch.int64),
+            position=on([row.output_index for row in rows], torch.int64),
+        )
+
+    def _prompt_logprobs(
+        self, segment: Segment, rows: torch.Tensor
+    ) -> tuple[TokenLogprobs | None, ...] | None:
+        """Reports for the tokens of this run, each predicted by the position before it."""
+        row = segment.row
+        count = self._sampler.params(row.id).prompt_logprobs
+        if count is None or row.output_index > 0:
+            return None
+        before = self._carry.pop(row.id, None)
+        if not row.samples:
+            self._carry[row.id] = rows[-1:].clone()
+        reports: list[TokenLogprobs | None] = []
+        hidden = rows[:-1] if before is None else torch.cat((before, rows[:-1]))
+        tokens = row.tokens[1:] if before is None else row.tokens
+        if before is None:
+            reports.append(None)
+        chunk = max(1, int(2**22 / self._sampler.vocab))  # 16 MiB of logits at a time
+        for lo in range(0, len(tokens), chunk):
+            logits = F.linear(hidden[lo : lo + chunk], self._shared.decoder.head).float()
+            logprobs = torch.log_softmax(logits, -1).cpu()
+            pairs = zip(tokens[lo : lo + chunk], logprobs, strict=True)
+            reports.extend(token_logprobs(line, token, count) for token, line in pairs)
+        return tuple(reports)

@@ -1,0 +1,241 @@
+"""One decode step of a fixed number of rows as device operations, to be captured in a graph.
+
+Owns: the order of kernels and their buffers. Nothing here waits for the device or asks the host.
+Does not own: capture and launch (`engine.gpu.graphs`), or which expert may leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from moestro.engine.decoder import Decoder, DecoderLayer
+from moestro.engine.gpu.buffers import Report, StepInput
+from moestro.engine.gpu.sampler import scramble_
+from moestro.engine.models.spec import ModelSpec, QKNorm, RouterDtype
+from moestro.engine.weights import LayerWeights
+from moestro.expert_cache.device_cache import DeviceCache
+from moestro.kernels import reference
+from moestro.kernels.gpu import sampling
+from moestro.kernels.gpu.acquire import acquire
+from moestro.kernels.gpu.attention_decode import choose_splits, decode_attention, scratch_floats
+from moestro.kernels.gpu.combine import combine
+from moestro.kernels.gpu.experts import expert_down, expert_up
+from moestro.kernels.gpu.fetch import fetch
+from moestro.kernels.gpu.norm import add_rms_norm, rms_norm
+from moestro.kernels.gpu.rotary import qk_norm_rope_write
+from moestro.kernels.gpu.router import softmax_topk
+from moestro.kernels.gpu.tables import LayerWork
+from moestro.kv_cache.storage import KVStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What steps of every size share."""
+
+    decoder: Decoder
+    cache: DeviceCache
+    kv: KVStorage
+    given: StepInput
+    sampled: torch.Tensor  # int64 [most rows], by the last step
+    tables: torch.Tensor  # int32 [most rows, blocks of the longest sequence + 1 spare]
+    logits: torch.Tensor  # float32 [most rows, vocab]
+    inverse: torch.Tensor  # rotary frequencies
+    timed: bool  # note when fetches start and end
+    scramble: bool  # tokens are made up, for benchmarks
+    forced: torch.Tensor | None  # int32 [layers, most rows, top_k]: routing that is made up
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self.decoder.spec
+
+
+class Step:
+    """Buffers and operations for `rows` rows."""
+
+    def __init__(self, shared: Shared, rows: int) -> None:
+        spec, device = shared.spec, shared.tables.device
+        moe, attention, dtype = spec.moe, spec.attention, shared.decoder.dtype
+        routes = rows * moe.top_k
+        self.rows = rows
+        self._shared = shared
+        self._work = LayerWork.empty(moe.experts, routes, device)
+        layers = len(spec.moe_layers)
+        self.report = Report(rows, layers, moe.top_k, self._work.groups, device)
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        width = attention.heads * attention.head_dim
+        self._residual = empty(rows, spec.hidden)
+        self._normed = empty(rows, spec.hidden)
+        self._q = empty(rows, attention.heads, attention.head_dim)
+        self._mixed = empty(rows, width)
+        share = torch.float32 if moe.router_dtype is RouterDtype.FLOAT32 else dtype
+        self._weights = empty(rows, moe.top_k, dtype=share)
+        self._inner = empty(routes, moe.intermediate)
+        self._outer = empty(routes, spec.hidden)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._splits = choose_splits(rows, attention.kv_heads, processors)
+        floats = scratch_floats(rows, attention.heads, attention.head_dim, self._splits)
+        self._scratch = empty(max(1, floats), dtype=torch.float32)
+        self._draw = sampling.Scratch.empty(rows, spec.vocab_size, device)
+
+    def run(self) -> None:
+        """Launch everything."""
+        shared, spec = self._shared, self._shared.spec
+        places, positions, lengths, count = self._prepare()
+        layers = shared.decoder.layers
+        rms_norm(self._residual, layers[0].weights.input_norm, spec.norm_eps, out=self._normed)
+        norms = [layer.weights.input_norm for layer in layers[1:]] + [shared.decoder.final_norm]
+        for index, (layer, after) in enumerate(zip(layers, norms, strict=True)):
+            self._attend(index, layer, positions, places, lengths)
+            if layer.spec.moe is None:
+                self._dense(layer.weights, after)
+            else:
+                self._experts(layer, count, after)
+        self._sample()
+
+    def _prepare(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take the input apart: places, positions, lengths and the number of real rows."""
+        shared, rows = self._shared, self.rows
+        given = shared.given
+        source = given.line("source", rows)
+        known = shared.sampled.gather(0, source.clamp(min=0))
+        tokens = torch.where(source >= 0, known, given.line("token", rows))
+        columns = given.line("column", rows)[:, None]
+        blocks = given.line("block", rows)[:, None].to(torch.int32)
+        shared.tables[:rows].scatter_(1, columns, blocks)
+        torch.index_select(shared.decoder.embedding, 0, tokens, out=self._residual)
+        places, positions = given.line("place", rows), given.line("position", rows)
+        lengths = torch.where(places >= 0, positions + 1, 0).to(torch.int32)
+        return places, positions, lengths, given.device[-1, :1].to(torch.int32)
+
+    def _attend(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        shared, weights, spec = self._shared, layer.weights, layer.spec.attention
+        qkv = project(self._normed, layer, shared.spec.norm_eps)
+        head_norm = spec.qk_norm is QKNorm.HEAD
+        qk_norm_rope_write(
+            qkv,
+            positions,
+            places,
+            shared.inverse,
+            shared.kv.pool,
+            index,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            weights.q_norm if head_norm else None,
+            weights.k_norm if head_norm else None,
+            shared.spec.norm_eps,
+            None if spec.qk_norm is QKNorm.FULL else spec.clip,
+            q_out=self._q,
+        )
+        decode_attention(
+            self._q,
+            shared.kv.pool,
+            index,
+            shared.tables[: self.rows],
+            lengths,
+            spec.scale,
+            spec.window,
+            out=self._mixed,
+            scratch=self._scratch,
+            splits=self._splits,
+        )
+        added = F.linear(self._mixed, weights.out, weights.out_bias)
+        eps = shared.spec.norm_eps
+        add_rms_norm(added, self._residual, weights.post_norm, eps, out=self._normed)
+
+    def _experts(self, layer: DecoderLayer, count: torch.Tensor, after: torch.Tensor) -> None:
+        shared, moe = self._shared, layer.spec.moe
+        assert moe is not None and layer.weights.router is not None
+        cache, log, number = shared.cache, self.report.log, layer.ordinal
+        ids = self.report.on_device["ids"][number]
+        softmax_topk(
+            F.linear(self._normed, layer.weights.router),
+            count,
+            moe.top_k,
+            moe.renormalize,
+            weights=self._weights,
+            ids=ids,
+        )
+        if shared.forced is not None:
+            self._force(number, count, ids)
+        acquire(number, ids, cache.tables, work=self._work, log=log, timed=shared.timed)
+        if not cache.complete:
+            fetch(number, self._work, cache.slab, cache.slab.shape[1], log, timed=shared.timed)
+        expert_up(self._normed, self._work, cache.slab, moe.top_k, y=self._inner)
+        expert_down(self._inner, self._work, cache.slab, z=self._outer)
+        eps = shared.spec.norm_eps
+        combine(self._outer, self._weights, self._residual, after, eps, out=self._normed)
+
+    def _force(self, number: int, count: torch.Tensor, ids: torch.Tensor) -> None:
+        """Replace the routed ids by made-up ones; the weights stay."""
+        assert self._shared.forced is not None
+        real = torch.arange(self.rows, device=ids.device)[:, None] < count
+        ids.copy_(torch.where(real, self._shared.forced[number, : self.rows], -1))
+
+    def _dense(self, weights: LayerWeights, after: torch.Tensor) -> None:
+        assert weights.gate_up is not None and weights.down is not None
+        inner = reference.swiglu(F.linear(self._normed, weights.gate_up))
+        added = F.linear(inner, weights.down)
+        eps = self._shared.spec.norm_eps
+        add_rms_norm(added, self._residual, after, eps, out=self._normed)
+
+    def _sample(self) -> None:
+        """Tokens of all rows, except that top-k and top-p are not applied here."""
+        shared, rows = self._shared, self.rows
+        logits = shared.logits[:rows]
+        logits.copy_(F.linear(self._normed, shared.decoder.head))
+        finite = self.report.on_device["finite"]
+        sampling.sample(
+            logits,
+            shared.given.sampling(rows),
+            0,
+            scratch=self._draw,
+            tokens=shared.sampled[:rows],
+            finite=finite,
+        )
+        self.scramble()
+
+    def scramble(self) -> None:
+        """Make the tokens up, when that was asked for."""
+        shared = self._shared
+        if shared.scramble:
+            salt = shared.given.line("salt", self.rows)
+            scramble_(shared.sampled[: self.rows], salt, shared.spec.vocab_size)
+
+    def finish(self) -> None:
+        """Gather what the report is to say, after whatever was done to the tokens."""
+        view = self.report.on_device
+        view["tokens"].copy_(self._shared.sampled[: self.rows])
+        view["fault"].copy_(self._shared.cache.tables.fault)
+
+
+def project(
+    x: torch.Tensor, layer: DecoderLayer, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Queries, keys and values of x [T, hidden], with the norms that span all heads applied."""
+    weights, spec = layer.weights, layer.spec.attention
+    qkv = torch.mm(x, weights.qkv.t(), out=out)
+    if weights.qkv_bias is not None:
+        qkv += weights.qkv_bias
+    if spec.qk_norm is not QKNorm.FULL:
+        return qkv
+    assert weights.q_norm is not None and weights.k_norm is not None
+    q = spec.heads * spec.head_dim
+    kv = spec.kv_heads * spec.head_dim
+    qkv[:, :q] = reference.rms_norm(qkv[:, :q], weights.q_norm, eps)
+    qkv[:, q : q + kv] = reference.rms_norm(qkv[:, q : q + kv], weights.k_norm, eps)
+    return qkv if spec.clip is None else qkv.clamp_(-spec.clip, spec.clip)

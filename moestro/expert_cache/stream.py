@@ -1,0 +1,116 @@
+"""Brings experts to the device for sweeps, some groups ahead of the computing.
+
+Owns: the staging groups and the copy stream. Does not own: which experts a layer needs, or which of
+them stay (`engine.gpu.sweep` asks `residency`). A group is filled by the copy engine while an
+earlier one is computed with; events keep the two apart, and the host waits for neither.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from moestro.errors import StepFailed
+from moestro.expert_cache.device_cache import DeviceCache
+from moestro.expert_cache.flight import failure
+
+GROUPS = 3  # one is computed with while two are filled
+
+
+@dataclass(slots=True)
+class Batch:
+    """Experts of one layer in staging slots, as soon as `ready` has happened."""
+
+    layer: int
+    experts: list[int]
+    slots: list[int]
+    ready: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    done: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # with computing
+    keys: list[int] = field(default_factory=list)  # leases in the arena, while it is read
+
+
+class ExpertStream:
+    """Batches on their way, in order."""
+
+    def __init__(self, cache: DeviceCache) -> None:
+        size = len(cache.staging) // GROUPS
+        slots = list(cache.staging)
+        self.size = size
+        self._cache = cache
+        self._free = deque(slots[n * size : (n + 1) * size] for n in range(GROUPS))
+        self._used: deque[Batch] = deque()  # computed with, or about to be: oldest first
+        self._copies = torch.cuda.Stream()
+        self.coming: deque[Batch] = deque()
+        self.copied = 0  # experts, since start
+
+    @property
+    def has_room(self) -> bool:
+        """Another batch can be started now."""
+        return len(self.coming) < GROUPS - 1
+
+    def start(self, layer: int, experts: list[int]) -> None:
+        """Start to bring at most `size` experts of a layer."""
+        assert self.has_room and len(experts) <= self.size
+        while not self._free:
+            self._retire(self._used.popleft())
+        slots = self._free.popleft()
+        batch = Batch(layer, experts, slots[: len(experts)])
+        batch.slots += slots[len(experts) :]  # kept for the next user of the group
+        self._lease(batch)
+        with torch.cuda.stream(self._copies):
+            for key, slot in zip(batch.keys, batch.slots, strict=False):
+                entry = self._cache.arena.table.entry(key)
+                blob = torch.from_numpy(self._cache.arena.blob(entry))
+                self._cache.slab[slot].copy_(blob, non_blocking=True)
+            batch.ready.record(self._copies)
+        self.copied += len(experts)
+        self.coming.append(batch)
+
+    def take(self) -> Batch:
+        """The next batch; the current stream waits for it, the host does not. Say `used` after."""
+        batch = self.coming.popleft()
+        self._used.append(batch)
+        torch.cuda.current_stream().wait_event(batch.ready)
+        return batch
+
+    def used(self, batch: Batch) -> None:
+        """Everything that reads this batch has been launched on the current stream."""
+        batch.done.record()
+
+    def drop(self) -> None:
+        """Give up what is coming and wait for its copies: nothing is held afterwards."""
+        while self.coming:
+            self.used(self.take())
+        while self._used:
+            self._retire(self._used.popleft())
+
+    def _retire(self, batch: Batch) -> None:
+        batch.ready.synchronize()
+        for key in batch.keys:
+            self._cache.arena.table.release(key, filled=True)
+        self._copies.wait_event(batch.done)
+        self._free.append(batch.slots)
+
+    def _lease(self, batch: Batch) -> None:
+        """Hold the experts' arena entries, reading from disk what is not there."""
+        cache = self._cache
+        reading = 0
+        for expert in batch.experts:
+            key = batch.layer * cache.experts + expert
+            claim = cache.arena.table.lease(key)
+            while claim is None:
+                if not self._used:
+                    raise StepFailed("the host arena is too small for a sweep")
+                self._retire(self._used.popleft())
+                claim = cache.arena.table.lease(key)
+            batch.keys.append(key)
+            if not claim.filled:
+                cache.dirty = True  # an entry changes hands: the device has its old address
+                reading += cache.read(key, claim.entry)
+        while reading:
+            fetch = cache.landed()
+            reading -= 1
+            if fetch.error is not None:
+                raise failure(fetch)
