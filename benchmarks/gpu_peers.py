@@ -3,7 +3,9 @@
 The shape of Qwen3-30B-A3B cut to 12 layers (vocabulary 32,000, bf16, 15.2 GB), random weights,
 prompts of 64 tokens, greedy tokens scrambled. Resident are the experts in slots that are kept:
 ring and staging come on top. The engine runs in this process. Prompts are computed first, then
-decode steps are timed: median and mean step, and what each fetched.
+decode steps are timed: median and mean step, and what each fetched. Beside them stand two bounds:
+what the memory needs for the bytes that a step touches, and the floor (the step with all resident)
+plus the fetched bytes over the link. --busy says how much of the time the GPU worked.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
 from moestro.config import Config
@@ -28,6 +31,8 @@ from moestro.types import Request, SamplingParams
 
 VOCAB = 32_000
 EXPERTS, TOP_K, BLOB = 128, 8, 3 * 2048 * 768 * 2
+MEMORY = 4.18e12  # bytes a second, read and written, of a copy on the device (`moestro bench link`)
+LINK = 54.9  # GB/s, page-locked host memory to the device (the same)
 
 
 def model(folder: Path, layers: int, vocab: int) -> Path:
@@ -78,14 +83,79 @@ def prompt(count: int, seed: int) -> tuple[int, ...]:
     return tuple(draw.randrange(3, VOCAB) for _ in range(count))
 
 
-def decode(engine: Engine, streams: int, warm: int, steps: int, tag: str) -> dict[str, float]:
-    """Run streams side by side; times of the steps after the first `warm`."""
-    params = SamplingParams(max_tokens=warm + steps + 2, temperature=0.0)
+def touched(layers: int, vocab: int, streams: int, experts: float) -> float:
+    """Bytes that a decode step has to read: dense weights once, experts once, some KV."""
+    dense = layers * (5120 * 2048 + 4096 * 2048 + EXPERTS * 2048) * 2 + vocab * 2048 * 2
+    return dense + experts * BLOB + streams * layers * 200 * 2 * 4 * 128 * 2
+
+
+def busy(engine: Engine, steps: int) -> float:
+    """Part of the time in which the GPU ran something, over some decode steps."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    worked, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        worked += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return worked / (end - spans[0][0])
+
+
+def stranger(engine: Engine, tokens: int, streams: int) -> str:
+    """A long prompt arrives while streams decode: the largest gap, and the sweep's speed."""
+    alone, _ = sweep(engine, tokens, 90)
+    alone, _ = sweep(engine, tokens, 91)
+    params = SamplingParams(max_tokens=4000, temperature=0.0)
+    for number in range(streams):
+        engine.add(Request(f"live-{number}", prompt(64, number), params))
+    gaps: list[float] = []
+    while len(gaps) < 60:
+        started = time.perf_counter()
+        if len(engine.step()) >= streams:
+            gaps.append(time.perf_counter() - started)
+    steady = median(gaps[20:])
+    engine.add(
+        Request("stranger", prompt(tokens, 92), SamplingParams(max_tokens=1, temperature=0.0))
+    )
+    arrived = last = time.perf_counter()
+    meanwhile: list[float] = []
+    while True:
+        events = engine.step()
+        now = time.perf_counter()
+        if any(event.id.startswith("live") for event in events):
+            meanwhile.append(now - last)
+            last = now
+        if any(event.id == "stranger" for event in events):
+            break
+    beside = now - arrived
+    for number in range(streams):
+        engine.abort(f"live-{number}")
+    while not engine.idle:
+        engine.step()
+    return (
+        f"{streams} streams, steady step {1e3 * steady:.1f} ms; beside a prompt of {tokens}: gap "
+        f"median {median(meanwhile) / steady:.2f}, largest {max(meanwhile) / steady:.2f} steps; "
+        f"sweep {beside:.2f} s, alone {alone:.2f} s: {alone / beside:.0%} of its speed"
+    )
+
+
+def decode(
+    engine: Engine, streams: int, arguments: argparse.Namespace, tag: str
+) -> dict[str, float]:
+    """Run streams side by side; times of the steps after the first `arguments.warm`."""
+    warm, steps = arguments.warm, arguments.steps
+    params = SamplingParams(max_tokens=warm + steps + 30, temperature=0.0)
     for number in range(streams):
         engine.add(Request(f"{tag}-{number}", prompt(64, number), params))
     times: list[float] = []
-    before = engine.stats().experts
-    seen = 0
+    before = after = engine.stats().experts
+    seen, worked = 0, 0.0
     while not engine.idle:
         tokens = len(engine.step())
         if tokens < streams:
@@ -93,10 +163,12 @@ def decode(engine: Engine, streams: int, warm: int, steps: int, tag: str) -> dic
         seen += 1
         if seen == warm:
             before = engine.stats().experts
-        if seen >= warm:
+        if warm <= seen < warm + steps:
             times.append(time.perf_counter())
-    after = engine.stats().experts
-    gaps = [b - a for a, b in itertools.pairwise(times)][: steps - 1]
+            after = engine.stats().experts if seen == warm + steps - 1 else before
+        if arguments.busy and seen == warm + steps:
+            worked = busy(engine, 20)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     fetched = (after.misses - before.misses) / max(1, len(times) - 1)
     used = fetched + (after.hits - before.hits) / max(1, len(times) - 1)
     exposed = (after.exposed_seconds - before.exposed_seconds) / max(1, len(times) - 1)
@@ -110,6 +182,7 @@ def decode(engine: Engine, streams: int, warm: int, steps: int, tag: str) -> dic
         "GB": fetched * BLOB / 1e9,
         "GB_s": fetched * BLOB / 1e9 / max(exposed, 1e-9),
         "exposed_ms": 1e3 * exposed,
+        "busy": worked,
     }
 
 
@@ -134,18 +207,41 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, nargs="*", default=[8, 8192])
     parser.add_argument("--warm", type=int, default=64)
     parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--routing", help="uniform or zipf:A; default: the routers' own")
+    parser.add_argument("--keep", type=float, default=0.0)
+    parser.add_argument("--busy", action="store_true", help="profile the GPU for some steps")
+    parser.add_argument("--stranger", type=int, help="tokens of a prompt beside 8 streams")
+    parser.add_argument("--sweep-tokens", type=int, default=8192)
     parser.add_argument("--policy", default="lru_frequency")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     arguments = parser.parse_args()
     with report.workplace(arguments) as work:
+        floors: dict[float, float] = {}  # streams -> the step with all resident, ms
         path = model(work / "shape", arguments.layers, arguments.vocab)
         for resident in arguments.resident:
-            run(arguments, path, resident)
+            run(arguments, path, resident, floors)
     return 0
 
 
-def run(arguments: argparse.Namespace, path: Path, resident: float) -> None:
+def against(
+    arguments: argparse.Namespace, one: dict[str, float], floors: dict[float, float]
+) -> str:
+    """A step against its bounds."""
+    streams = int(one["streams"])
+    needs = touched(arguments.layers, arguments.vocab, streams, one["used"]) / MEMORY
+    text = f"{one['ms'] / 1e3 / needs:.2f} x what the memory needs"
+    if not one["fetched"]:
+        floors[streams] = one["ms"]
+    elif streams in floors:
+        fetch = one["ms"] - floors[streams]
+        text += f"; over the floor {fetch / (one['GB'] / LINK * 1e3):.3f} x bytes / link"
+    return text + (f"; GPU busy {one['busy']:.1%}" if one["busy"] else "")
+
+
+def run(
+    arguments: argparse.Namespace, path: Path, resident: float, floors: dict[float, float]
+) -> None:
     """One residency."""
     rows = max(arguments.streams)
     started = time.perf_counter()
@@ -156,23 +252,29 @@ def run(arguments: argparse.Namespace, path: Path, resident: float) -> None:
         max_num_seqs=rows,
         kv_cache_tokens=65536,
         max_model_len=32768,
+        host_memory=arguments.layers * EXPERTS * BLOB,
         expert_policy=arguments.policy,
         enable_prefix_caching=False,
         trace=arguments.trace,
+        max_sweep_tokens=arguments.sweep_tokens,
     )
-    engine = build_engine(config, path, synthetic=Synthetic(scramble=True))
+    made_up = Synthetic(scramble=True, routing=arguments.routing, keep=arguments.keep)
+    engine = build_engine(config, path, synthetic=made_up)
     took = time.perf_counter() - started
     used = torch.cuda.mem_get_info()
     print(f"resident {resident:.0%}: start {took:.1f} s, {engine.info.memory}", flush=True)
     print(f"  device memory in use {(used[1] - used[0]) / 2**20:.0f} MiB; {engine.info.notes}")
     for streams in arguments.streams:
-        one = decode(engine, streams, arguments.warm, arguments.steps, f"{resident}")
+        one = decode(engine, streams, arguments, f"{resident}")
         print(
             "  {streams:.0f} streams: step {ms:.3f} ms (mean {mean_ms:.3f}), {tokens_s:.0f} tok/s, "
             "{used:.0f} experts, {fetched:.1f} fetched = {GB:.3f} GB in {exposed_ms:.2f} ms "
-            "({GB_s:.1f} GB/s)".format(**one),
+            "({GB_s:.1f} GB/s); ".format(**one)
+            + against(arguments, one, floors),
             flush=True,
         )
+    if arguments.stranger:
+        print("  " + stranger(engine, arguments.stranger, rows), flush=True)
     for tokens in arguments.prompts:
         for seed in range(3):
             seconds, fetched = sweep(engine, tokens, seed)

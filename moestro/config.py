@@ -86,8 +86,8 @@ class Config(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where the model runs. This version has the CPU backend only: `auto` is `cpu`, "
-        "and `cuda` is refused.",
+        description="Where the model runs. `auto`: a CUDA device where torch finds one and Triton "
+        "is installed, else the CPU.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -100,8 +100,8 @@ class Config(BaseModel):
     gpu_memory: AutoSize = Field(
         None,
         description="Device memory for everything: weights, expert slots, KV cache, workspace. "
-        "Without a GPU, the ordinary memory that stands for it. Default: what the model uses, at "
-        "most half of what is free.",
+        "Default: what the model uses, at most 97 % of what is free. Without a GPU it is ordinary "
+        "memory, by default at most half of what is free.",
     )
     host_memory: AutoSize = Field(
         None,
@@ -110,8 +110,8 @@ class Config(BaseModel):
     )
     expert_slots: AutoCount = Field(
         None,
-        description="Experts held in device memory, at least 2. Default: what --gpu-memory leaves "
-        "room for.",
+        description="Experts held in device memory, those in passing included. At least 2; on a "
+        "GPU what one layer of a step may need. Default: what --gpu-memory leaves room for.",
     )
     kv_cache_tokens: AutoCount = Field(
         None,

@@ -91,12 +91,14 @@ def build_engine(
     scheduler = Scheduler(limits, manager)
     executor: engine.Executor
     cache: engine.Cache
+    notes: tuple[str, ...] = ()
     if kind == "cuda":
         from moestro.engine.gpu.build import build_executor
 
-        executor, cache = build_executor(
+        executor, device_cache = build_executor(
             config, decoder, kv, store, plan, policy, trace, progress, made_up.scramble, routing
         )
+        cache, notes = device_cache, device_cache.notes
     else:
         decoder.routing = routing
         cpu_cache = _cache(spec, plan, store, policy, trace, progress)
@@ -104,7 +106,7 @@ def build_engine(
         executor, cache = Executor(decoder, kv, cpu_cache, threads, sampler), cpu_cache
     if trace is not None:
         closing.append(trace.close)
-    info = _info(plan, spec, model_path)
+    info = _info(plan, spec, model_path, notes)
     return engine.Engine(scheduler, executor, cache, manager, info=info, closing=closing)
 
 
@@ -253,7 +255,7 @@ def _trace(
     return TraceWriter(config.trace, layers, moe.experts, moe.top_k, name, expert_bytes=size)
 
 
-def _info(plan: MemoryPlan, spec: ModelSpec, path: Path) -> EngineInfo:
+def _info(plan: MemoryPlan, spec: ModelSpec, path: Path, notes: tuple[str, ...]) -> EngineInfo:
     return EngineInfo(
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
@@ -263,5 +265,5 @@ def _info(plan: MemoryPlan, spec: ModelSpec, path: Path) -> EngineInfo:
         memory=plan.table(),
         expert_slots=plan.slots,
         experts=plan.experts,
-        notes=plan.notes,
+        notes=plan.notes + notes,
     )

@@ -269,6 +269,12 @@ class DeviceCache:
 
     # Looking in
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What start-up should tell people."""
+        report = self.arena.lock_report
+        return () if report is None or report.note is None else (report.note,)
+
     def stats(self) -> ExpertStats:
         """A snapshot of the counters."""
         return self._meter.stats(self.residency, self.arena.table)

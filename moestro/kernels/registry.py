@@ -32,18 +32,33 @@ def _native(device: str, dtype: torch.dtype) -> str | None:
     return f"it computes in float32, not in {dtype}" if dtype != torch.float32 else native.missing()
 
 
+def _triton(device: str, dtype: torch.dtype) -> str | None:
+    if device != "cuda":
+        return "it is for CUDA devices"
+    return None if dtype in _HALVES or dtype == torch.float32 else f"it does not know {dtype}"
+
+
+def _flashinfer(device: str, dtype: torch.dtype) -> str | None:
+    if device != "cuda":
+        return "it is for CUDA devices"
+    return "slower in decode steps where both were measured (docs/performance.md)"
+
+
+_HALVES = (torch.bfloat16, torch.float16)
 _REFERENCE = Candidate("torch reference", _anywhere)
 _NATIVE = Candidate("native", _native)
+_TRITON = Candidate("triton", _triton)
+_FLASHINFER = Candidate("flashinfer", _flashinfer)
 
 OPS: dict[str, tuple[Candidate, ...]] = {
-    "rms_norm": (_REFERENCE,),
-    "rope": (_REFERENCE,),
-    "softmax_topk": (_REFERENCE,),
-    "decode_attention": (_NATIVE, _REFERENCE),
-    "sweep_attention": (_REFERENCE,),
-    "grouped_experts": (_NATIVE, _REFERENCE),
-    "swiglu": (_REFERENCE,),
-    "sampling": (_REFERENCE,),
+    "rms_norm": (_TRITON, _REFERENCE),
+    "rope": (_TRITON, _REFERENCE),
+    "softmax_topk": (_TRITON, _REFERENCE),
+    "decode_attention": (_FLASHINFER, _TRITON, _NATIVE, _REFERENCE),
+    "sweep_attention": (_TRITON, _REFERENCE),
+    "grouped_experts": (_TRITON, _NATIVE, _REFERENCE),
+    "swiglu": (_TRITON, _REFERENCE),
+    "sampling": (_TRITON, _REFERENCE),
 }
 
 

@@ -132,5 +132,6 @@ def test_it_serves_float32_on_the_cpu_only() -> None:
     name, why = registry.explain("cpu", torch.bfloat16)["grouped_experts"]
     assert (name, why) == (
         "torch reference",
+        "not triton: it is for CUDA devices; "
         "not native: it computes in float32, not in torch.bfloat16",
     )

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moestro.kernels.gpu.prepare import Lines, Prepared
 from moestro.kernels.gpu.sampling import Rows
 from moestro.kernels.gpu.tables import StepLog
 
@@ -38,6 +39,9 @@ FIELDS = (
     "rows",  # how many rows are real, in the first place of the line
 )
 LINE = {name: number for number, name in enumerate(FIELDS)}
+PREPARED = Lines(
+    **{field: LINE[field] for field in Lines.__slots__},
+)
 
 
 class StepInput:
@@ -65,11 +69,11 @@ class StepInput:
         """Send a filled copy; returns at once."""
         self.device.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
 
-    def sampling(self, rows: int) -> Rows:
-        """Sampling parameters for the kernels. Launches three conversions."""
+    def sampling(self, rows: int, prepared: Prepared) -> Rows:
+        """Sampling parameters for the kernels."""
         return Rows(
-            temperature=self.floats("temperature", rows).float(),
-            top_k=self.line("top_k", rows).to(torch.int32),
+            temperature=prepared.temperature,
+            top_k=prepared.top_k,
             top_p=self.floats("top_p", rows),
             min_p=self.floats("min_p", rows),
             seed=self.line("seed", rows),

@@ -15,6 +15,7 @@ from moestro.engine.decoder import Decoder
 from moestro.engine.gpu.buffers import StepInput
 from moestro.engine.gpu.executor import GpuExecutor
 from moestro.engine.gpu.graphs import Graphs
+from moestro.engine.gpu.memory import MARGIN, OUTSIDE
 from moestro.engine.gpu.sampler import DeviceSampler
 from moestro.engine.gpu.step import Shared
 from moestro.engine.gpu.sweep import Workspace
@@ -43,7 +44,12 @@ def build_executor(
     scramble: bool,
     routing: RoutingSource | None,
 ) -> tuple[GpuExecutor, DeviceCache]:
-    """Allocate, warm the cache, capture the graphs."""
+    """Allocate, warm the cache, capture the graphs.
+
+    What torch may take is limited to the plan from here on: running out fails a step, and never
+    takes memory that was left to others.
+    """
+    _limit_memory(config)
     spec, device = decoder.spec, kv.pool.device
     layers, moe = len(spec.moe_layers), spec.moe
     cache = DeviceCache(
@@ -89,3 +95,10 @@ def build_executor(
     graphs = Graphs(shared, rows, lambda done, total: progress("graphs", done, total))
     sampler = DeviceSampler(spec.vocab_size, device, scramble=scramble)
     return GpuExecutor(shared, graphs, sampler, spaces, routing), cache
+
+
+def _limit_memory(config: Config) -> None:
+    free, total = torch.cuda.mem_get_info()
+    taken = torch.cuda.memory_reserved()
+    budget = config.gpu_memory or int((free + taken) * (1 - MARGIN))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, budget - OUTSIDE) / total))

@@ -142,7 +142,7 @@ class GpuExecutor:
         scores = self._sampler.choose(
             {seat: (row.id, row.output_index) for seat, row in places},
             shared.logits[: step.rows],
-            shared.given.sampling(step.rows),
+            step.sampling(),
             tokens=shared.sampled[: step.rows],
             finite=step.report.on_device["finite"],
         )

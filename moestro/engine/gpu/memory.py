@@ -18,7 +18,8 @@ from moestro.expert_cache.layout import DTYPE_BYTES, ExpertLayout
 from moestro.expert_cache.stream import GROUPS
 from moestro.scheduler.filling import small_tokens
 
-CONTEXT = 700 << 20  # bytes of CUDA's context, its libraries and the kernels
+OUTSIDE = 500 << 20  # bytes of CUDA's context and the kernels, which torch does not count
+CONTEXT = OUTSIDE + (200 << 20)  # and what its libraries and graphs take through torch
 MARGIN = 0.03  # of what is free: left alone when --gpu-memory is not given
 MOST_GROUP = 8  # experts that a sweep brings together
 RING_SHARE = 6  # one slot in so many is for what a decode step must not keep

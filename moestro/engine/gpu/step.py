@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from moestro.engine.decoder import Decoder, DecoderLayer
-from moestro.engine.gpu.buffers import Report, StepInput
+from moestro.engine.gpu.buffers import PREPARED, Report, StepInput
 from moestro.engine.gpu.sampler import scramble_
 from moestro.engine.models.spec import ModelSpec, QKNorm, RouterDtype
 from moestro.engine.weights import LayerWeights
@@ -25,6 +25,7 @@ from moestro.kernels.gpu.combine import combine
 from moestro.kernels.gpu.experts import expert_down, expert_up
 from moestro.kernels.gpu.fetch import fetch
 from moestro.kernels.gpu.norm import add_rms_norm, rms_norm
+from moestro.kernels.gpu.prepare import Prepared, prepare
 from moestro.kernels.gpu.rotary import qk_norm_rope_write
 from moestro.kernels.gpu.router import softmax_topk
 from moestro.kernels.gpu.tables import LayerWork
@@ -71,6 +72,13 @@ class Step:
 
         width = attention.heads * attention.head_dim
         self._residual = empty(rows, spec.hidden)
+        self._ready = Prepared(
+            residual=self._residual,
+            lengths=empty(rows, dtype=torch.int32),
+            temperature=empty(rows, dtype=torch.float32),
+            top_k=empty(rows, dtype=torch.int32),
+            rows=empty(1, dtype=torch.int32),
+        )
         self._normed = empty(rows, spec.hidden)
         self._q = empty(rows, attention.heads, attention.head_dim)
         self._mixed = empty(rows, width)
@@ -87,32 +95,26 @@ class Step:
     def run(self) -> None:
         """Launch everything."""
         shared, spec = self._shared, self._shared.spec
-        places, positions, lengths, count = self._prepare()
+        ready, given = self._ready, shared.given
+        prepare(
+            given.device,
+            PREPARED,
+            shared.sampled,
+            shared.decoder.embedding,
+            shared.tables,
+            out=ready,
+        )
+        places, positions = given.line("place", self.rows), given.line("position", self.rows)
         layers = shared.decoder.layers
         rms_norm(self._residual, layers[0].weights.input_norm, spec.norm_eps, out=self._normed)
         norms = [layer.weights.input_norm for layer in layers[1:]] + [shared.decoder.final_norm]
         for index, (layer, after) in enumerate(zip(layers, norms, strict=True)):
-            self._attend(index, layer, positions, places, lengths)
+            self._attend(index, layer, positions, places, ready.lengths)
             if layer.spec.moe is None:
                 self._dense(layer.weights, after)
             else:
-                self._experts(layer, count, after)
+                self._experts(layer, ready.rows, after)
         self._sample()
-
-    def _prepare(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Take the input apart: places, positions, lengths and the number of real rows."""
-        shared, rows = self._shared, self.rows
-        given = shared.given
-        source = given.line("source", rows)
-        known = shared.sampled.gather(0, source.clamp(min=0))
-        tokens = torch.where(source >= 0, known, given.line("token", rows))
-        columns = given.line("column", rows)[:, None]
-        blocks = given.line("block", rows)[:, None].to(torch.int32)
-        shared.tables[:rows].scatter_(1, columns, blocks)
-        torch.index_select(shared.decoder.embedding, 0, tokens, out=self._residual)
-        places, positions = given.line("place", rows), given.line("position", rows)
-        lengths = torch.where(places >= 0, positions + 1, 0).to(torch.int32)
-        return places, positions, lengths, given.device[-1, :1].to(torch.int32)
 
     def _attend(
         self,
@@ -201,13 +203,17 @@ class Step:
         finite = self.report.on_device["finite"]
         sampling.sample(
             logits,
-            shared.given.sampling(rows),
+            self.sampling(),
             0,
             scratch=self._draw,
             tokens=shared.sampled[:rows],
             finite=finite,
         )
         self.scramble()
+
+    def sampling(self) -> sampling.Rows:
+        """The rows' parameters, as the last run of this step had them."""
+        return self._shared.given.sampling(self.rows, self._ready)
 
     def scramble(self) -> None:
         """Make the tokens up, when that was asked for."""

@@ -40,9 +40,9 @@ class Shape:
 
 # (most routes of a step, gate and up, down), 16-bit weights.
 SHAPES = (
-    (8, Shape(0, 8, 2048, 8), Shape(0, 16, 2048, 4)),
-    (64, Shape(16, 32, 128, 4, 4), Shape(16, 32, 128, 4, 4)),
-    (1 << 30, Shape(16, 32, 128, 4, 4), Shape(16, 64, 128, 4, 4)),
+    (8, Shape(0, 4, 2048, 4), Shape(0, 8, 2048, 4)),
+    (32, Shape(16, 32, 128, 2, 4), Shape(16, 64, 128, 4, 3)),
+    (1 << 30, Shape(16, 64, 128, 4, 3), Shape(16, 64, 128, 4, 3)),
 )
 # Tensor cores are of no use to exact float32.
 WIDE_SHAPES = (

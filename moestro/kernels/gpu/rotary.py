@@ -88,7 +88,8 @@ def _qk_norm_rope_write(
     q_at = (row * QUERIES + head[:, None]) * DIM + at[None, :]
     tl.store(q_out + q_at, result, mask=inside & query)
     kv_at = ((place + shift) * (2 * KEYS) + head[:, None] - QUERIES) * DIM + at[None, :]
-    tl.store(pool + kv_at, result, mask=inside & stored & (place >= 0))
+    first = tl.where(place >= 0, QUERIES, QUERIES + 2 * KEYS)  # a head that is stored
+    tl.store(pool + kv_at, result, mask=inside & (head[:, None] >= first))
 
 
 def qk_norm_rope_write(
