@@ -20,7 +20,7 @@ import torch
 from benchmarks import report
 from moestro.kernels import reference
 from moestro.kernels import reference_tables as plain
-from moestro.kernels.gpu import acquire, combine, experts, fetch, norm, rotary, router
+from moestro.kernels.gpu import acquire, combine, experts, fetch, linear, norm, rotary, router
 from moestro.kernels.gpu.experts import Shape
 from moestro.kernels.gpu.tables import CacheTables, LayerWork, StepLog
 
@@ -28,6 +28,7 @@ DEVICE = "cuda"
 DTYPE = torch.bfloat16
 LAUNCHES = 24  # in one graph
 SLOTS = 512  # blobs of weights to read from: 4.8 GB at the default sizes
+COLD = 256 << 20  # bytes of weights that no cache holds
 BATCHES = (1, 4, 8, 16, 64)
 Launch = Callable[[], None]
 
@@ -222,6 +223,23 @@ def acquire_rows(sizes: Sizes, batch: int) -> Iterator[Row]:
         yield Row(f"acquire, B={batch}, {name}", measure(launches))
 
 
+def linear_rows(sizes: Sizes, batch: int, errors: dict[str, float]) -> Iterator[Row]:
+    """Projections of 32 heads on 4 of 128, and the router: the kernel and the library."""
+    hidden = sizes.hidden
+    shapes = (("qkv", 5120, hidden), ("out", hidden, 4096), ("router", sizes.experts, hidden))
+    for name, n, k in shapes:
+        count = max(LAUNCHES, COLD // (n * k * DTYPE.itemsize))
+        weights = random(count, n, k, scale=k**-0.5)
+        x, out, other = random(batch, k), random(batch, n), random(batch, n)
+        moved = weights[0].nbytes + x.nbytes + out.nbytes
+        launches = [partial(linear.linear, x, w, out=out) for w in weights]
+        yield Row(f"linear {name}, B={batch}", measure(launches), moved)
+        mms = [partial(torch.mm, x, w.t(), out=other) for w in weights]
+        served = "" if linear.serves(batch, n, k) else " (better)"
+        yield Row(f"torch.mm {name}, B={batch}{served}", measure(mms), moved)
+        errors[f"linear {name}, B={batch}"] = _off(out, x.float() @ weights[-1].float().t())
+
+
 def small_rows(sizes: Sizes, batch: int) -> Iterator[Row]:
     """Router, norm, rotary, combine; 32 heads on 4 of 128."""
     h, g, d = 32, 4, 128
@@ -323,6 +341,8 @@ def table(arguments: argparse.Namespace, errors: dict[str, float]) -> Iterator[R
     weights = Experts(sizes)
     for batch in arguments.batches:
         yield from expert_rows(weights, batch, errors)
+    for batch in arguments.batches:
+        yield from linear_rows(sizes, batch, errors)
     for batch in (*arguments.batches, 8192):
         yield from small_rows(sizes, batch)
     for batch in arguments.batches:

@@ -249,7 +249,7 @@ def run(
         device="cuda",
         load_format="dummy",
         expert_slots=slots_for(resident, arguments.layers, rows),
-        max_num_seqs=rows,
+        max_num_seqs=rows + (arguments.stranger is not None),
         kv_cache_tokens=65536,
         max_model_len=32768,
         host_memory=arguments.layers * EXPERTS * BLOB,

@@ -14,6 +14,7 @@ whenever every launched step has been collected.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -117,6 +118,11 @@ class DeviceCache:
         """All keys in the policy's order of worth, for `warm`."""
         order: list[int] = self.residency.preferred().tolist()
         return order
+
+    def forget_counts(self) -> None:
+        """Count from zero: what ran so far served nobody."""
+        self._meter = Meter(self.layers, self.layout.nbytes)
+        self.tiers = replace(self.tiers, meter=self._meter)
 
     # Decode
 

@@ -37,6 +37,13 @@ def memory_table(memory: Mapping[str, int], notes: Iterable[str] = ()) -> str:
     return "\n".join(["Memory", *rows, *(f"  note: {note}" for note in notes)])
 
 
+COUNTED = frozenset({"decode graphs", "sweep kernels"})  # stages that are not measured in bytes
+
+
+def _amount(stage: str, number: int) -> str:
+    return str(number) if stage in COUNTED else show_size(number)
+
+
 async def show_loading(progress: Callable[[], Progress], out: TextIO | None = None) -> None:
     """Show `progress()` until cancelled: as a bar on a terminal, else as a line per tenth."""
     out = out or sys.stderr
@@ -51,7 +58,7 @@ async def _show_lines(progress: Callable[[], Progress], out: TextIO) -> None:
         tenths = 10 * done // total if total else 0
         if stage and (stage, tenths) != shown:
             shown = (stage, tenths)
-            amount = f": {10 * tenths}% of {show_size(total)}" if total > 1 else ""
+            amount = f": {10 * tenths}% of {_amount(stage, total)}" if total > 1 else ""
             print(f"{stage}{amount}", file=out, flush=True)
         await asyncio.sleep(TICK)
 
@@ -75,6 +82,6 @@ async def _show_bar(progress: Callable[[], Progress], out: TextIO) -> None:
                 description=stage or "starting",
                 completed=done,
                 total=total if known else None,
-                amount=f"{show_size(done)} of {show_size(total)}" if known else "",
+                amount=f"{_amount(stage, done)} of {_amount(stage, total)}" if known else "",
             )
             await asyncio.sleep(TICK)

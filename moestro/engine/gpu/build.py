@@ -18,17 +18,22 @@ from moestro.engine.gpu.graphs import Graphs
 from moestro.engine.gpu.memory import MARGIN, OUTSIDE
 from moestro.engine.gpu.sampler import DeviceSampler
 from moestro.engine.gpu.step import Shared
-from moestro.engine.gpu.sweep import Workspace
+from moestro.engine.gpu.sweep import GpuSweep, Workspace
 from moestro.engine.memory import MemoryPlan
 from moestro.engine.synthetic import RoutingSource
 from moestro.expert_cache.device_cache import DeviceCache
 from moestro.expert_cache.policy import Policy
 from moestro.expert_cache.store import ExpertStore
+from moestro.expert_cache.stream import ExpertStream
 from moestro.expert_cache.trace import TraceWriter
 from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.filling import small_tokens
+from moestro.scheduler.plan import SweepPlan, SweepRow
 
 MOST_WORKERS = 16
+# Prompt tokens whose sweeps use different kernels, and pieces that reach the second layer.
+COMPILED = (1, 8, 48, 256, 700, 2048)
+PIECES = 40
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
@@ -92,9 +97,31 @@ def build_executor(
         Workspace(spec, small_tokens(tokens), decoder.dtype, device),
         Workspace(spec, tokens, decoder.dtype, device),
     )
-    graphs = Graphs(shared, rows, lambda done, total: progress("graphs", done, total))
+    _compile_sweeps(shared, spaces[1], lambda done, total: progress("sweep kernels", done, total))
+    graphs = Graphs(shared, rows, lambda done, total: progress("decode graphs", done, total))
     sampler = DeviceSampler(spec.vocab_size, device, scramble=scramble)
     return GpuExecutor(shared, graphs, sampler, spaces, routing), cache
+
+
+def _compile_sweeps(shared: Shared, space: Workspace, progress: Callable[[int, int], None]) -> None:
+    """Run the first layers of sweeps of every size class, so that no request waits for a compiler.
+    Nothing of it remains but what the kernels' cache keeps."""
+    stream = ExpertStream(shared.cache)
+    sizes = [tokens for tokens in COMPILED if tokens < space.tokens] + [space.tokens]
+    for number, tokens in enumerate(sizes):
+        blocks = tuple(range(min(-(-tokens // shared.kv.block_size), len(shared.kv.pool))))
+        length = min(tokens, len(blocks) * shared.kv.block_size)
+        row = SweepRow("", (0,) * length, 0, blocks, 0, samples=True)
+        with torch.inference_mode():
+            sweep = GpuSweep(SweepPlan(0, (row,)), shared, stream, space)
+            for _ in range(PIECES):
+                if sweep.advance():
+                    break
+            sweep.close()
+        progress(number + 1, len(sizes))
+    torch.cuda.synchronize()
+    shared.kv.pool.zero_()
+    shared.cache.forget_counts()
 
 
 def _limit_memory(config: Config) -> None:

@@ -24,6 +24,7 @@ from moestro.kernels.gpu.attention_decode import choose_splits, decode_attention
 from moestro.kernels.gpu.combine import combine
 from moestro.kernels.gpu.experts import expert_down, expert_up
 from moestro.kernels.gpu.fetch import fetch
+from moestro.kernels.gpu.linear import linear, serves
 from moestro.kernels.gpu.norm import add_rms_norm, rms_norm
 from moestro.kernels.gpu.prepare import Prepared, prepare
 from moestro.kernels.gpu.rotary import qk_norm_rope_write
@@ -82,6 +83,9 @@ class Step:
         self._normed = empty(rows, spec.hidden)
         self._q = empty(rows, attention.heads, attention.head_dim)
         self._mixed = empty(rows, width)
+        self._qkv = empty(rows, width + 2 * attention.kv_heads * attention.head_dim)
+        self._added = empty(rows, spec.hidden)
+        self._routing = empty(rows, moe.experts)
         share = torch.float32 if moe.router_dtype is RouterDtype.FLOAT32 else dtype
         self._weights = empty(rows, moe.top_k, dtype=share)
         self._inner = empty(routes, moe.intermediate)
@@ -125,7 +129,7 @@ class Step:
         lengths: torch.Tensor,
     ) -> None:
         shared, weights, spec = self._shared, layer.weights, layer.spec.attention
-        qkv = project(self._normed, layer, shared.spec.norm_eps)
+        qkv = project(self._normed, layer, shared.spec.norm_eps, self._qkv)
         head_norm = spec.qk_norm is QKNorm.HEAD
         qk_norm_rope_write(
             qkv,
@@ -155,17 +159,18 @@ class Step:
             scratch=self._scratch,
             splits=self._splits,
         )
-        added = F.linear(self._mixed, weights.out, weights.out_bias)
+        product(self._mixed, weights.out, weights.out_bias, self._added)
         eps = shared.spec.norm_eps
-        add_rms_norm(added, self._residual, weights.post_norm, eps, out=self._normed)
+        add_rms_norm(self._added, self._residual, weights.post_norm, eps, out=self._normed)
 
     def _experts(self, layer: DecoderLayer, count: torch.Tensor, after: torch.Tensor) -> None:
         shared, moe = self._shared, layer.spec.moe
         assert moe is not None and layer.weights.router is not None
         cache, log, number = shared.cache, self.report.log, layer.ordinal
         ids = self.report.on_device["ids"][number]
+        product(self._normed, layer.weights.router, None, self._routing)
         softmax_topk(
-            F.linear(self._normed, layer.weights.router),
+            self._routing,
             count,
             moe.top_k,
             moe.renormalize,
@@ -229,14 +234,24 @@ class Step:
         view["fault"].copy_(self._shared.cache.tables.fault)
 
 
-def project(
-    x: torch.Tensor, layer: DecoderLayer, eps: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Queries, keys and values of x [T, hidden], with the norms that span all heads applied."""
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out [T, n] = x [T, k] weight^T [n, k] + bias, by whichever kernel is the faster one."""
+    n, k = weight.shape
+    if serves(len(x), n, k, x.dtype):
+        linear(x, weight, out=out, bias=bias)
+        return
+    torch.mm(x, weight.t(), out=out)
+    if bias is not None:
+        out += bias
+
+
+def project(x: torch.Tensor, layer: DecoderLayer, eps: float, qkv: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values of x [T, hidden] into `qkv`, with the norms that span all heads
+    applied. Returns it."""
     weights, spec = layer.weights, layer.spec.attention
-    qkv = torch.mm(x, weights.qkv.t(), out=out)
-    if weights.qkv_bias is not None:
-        qkv += weights.qkv_bias
+    product(x, weights.qkv, weights.qkv_bias, qkv)
     if spec.qk_norm is not QKNorm.FULL:
         return qkv
     assert weights.q_norm is not None and weights.k_norm is not None

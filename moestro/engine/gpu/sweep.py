@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from moestro.engine.decoder import DecoderLayer
-from moestro.engine.gpu.step import Shared, project
+from moestro.engine.gpu.step import Shared, product, project
 from moestro.engine.models.spec import ModelSpec, QKNorm, RouterDtype
 from moestro.engine.weights import LayerWeights
 from moestro.expert_cache.residency import STAGE, Placement
@@ -33,9 +33,10 @@ from moestro.scheduler.plan import SweepPlan, SweepRow
 
 Ints = npt.NDArray[np.int64]
 
-# With at least this many routes an expert, nearly all experts of a layer are touched: they are
-# fetched before the router has spoken.
+# With at least this many routes an expert, nearly all experts of a layer should be touched: they
+# are fetched before the router has spoken, for as long as the layers so far bear that out.
 ROUTES_TO_TOUCH_ALL = 6
+NEARLY_ALL = 0.95
 
 
 class Workspace:
@@ -94,6 +95,8 @@ class GpuSweep:
         self._stream = stream
         self._space = workspace
         self.count = sum(len(row.tokens) for row in plan.rows)
+        moe = shared.spec.moe
+        self._touches_all = self.count * moe.top_k >= ROUTES_TO_TOUCH_ALL * moe.experts
         self._reserved: dict[int, Placement] = {}  # slots taken for experts still to come
         self._upload(plan)
         self._work = self._run()
@@ -171,7 +174,7 @@ class GpuSweep:
         spec, weights, eps = layer.spec.attention, layer.weights, self._shared.spec.norm_eps
         q, mixed = space.q[:count], space.mixed[:count]
         qkv = space.qkv[:count]
-        project(space.normed[:count], layer, eps, out=qkv)
+        project(space.normed[:count], layer, eps, qkv)
         head_norm = spec.qk_norm is QKNorm.HEAD
         qk_norm_rope_write(
             qkv,
@@ -205,9 +208,7 @@ class GpuSweep:
             )
         yield
         added = space.added[:count]
-        torch.mm(mixed, weights.out.t(), out=added)
-        if weights.out_bias is not None:
-            added += weights.out_bias
+        product(mixed, weights.out, weights.out_bias, added)
         normed, residual = space.normed[:count], space.residual[:count]
         add_rms_norm(added, residual, weights.post_norm, eps, out=normed)
 
@@ -224,6 +225,7 @@ class GpuSweep:
         self._ahead(layer.ordinal, None)
         yield
         found = counts()
+        self._touches_all &= bool((found > 0).mean() >= NEARLY_ALL)
         cache = self._shared.cache
         cache.residency.begin_pass("sweep", resumed=layer.ordinal > 0)
         wanted, slots = cache.residency.want(layer.ordinal, found, None)
@@ -246,7 +248,7 @@ class GpuSweep:
         space, moe, count = self._space, layer.spec.moe, self.count
         assert moe is not None and layer.weights.router is not None
         routing = space.routing[:count]
-        torch.mm(space.normed[:count], layer.weights.router.t(), out=routing)
+        product(space.normed[:count], layer.weights.router, None, routing)
         ids = space.ids[: count * moe.top_k].view(count, -1)
         weights = space.weights[: count * moe.top_k].view(count, -1)
         softmax_topk(routing, self._real, moe.top_k, moe.renormalize, weights=weights, ids=ids)
@@ -316,10 +318,10 @@ class GpuSweep:
 
     def _order(self, layer: int, missing: set[int] | None) -> Iterator[tuple[int, set[int] | None]]:
         """Layers to fetch for, and what they are known to lack."""
-        moe, layers = self._shared.spec.moe, self._shared.cache.layers
+        layers = self._shared.cache.layers
         if missing is not None:
             yield layer, missing
-        if self.count * moe.top_k >= ROUTES_TO_TOUCH_ALL * moe.experts:
+        if self._touches_all:
             for at in range(layer + (missing is not None), min(layer + 3, layers)):
                 yield at, None
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moestro.kernels.gpu.chain import begin, chained
 from moestro.kernels.gpu.tables import CacheTables, LayerWork, StepLog
 
 CHUNK = 1024  # routes that are looked at together, at most
@@ -29,9 +30,7 @@ def _load_ids(ids, route, P: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def _count_routes(
-    ids, P: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
-):
+def _count_routes(ids, P: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """int32 [BLOCK]: routes of each expert."""
     counts = tl.zeros((BLOCK,), tl.int32)
     for lo in range(0, P, CHUNK):
@@ -74,7 +73,7 @@ def _field(packed, n: tl.constexpr):
     return ((packed >> (16 + 12 * n)) & 0xFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["layer", "V", "S", "R"])
+@triton.jit(do_not_specialize=["layer", "S", "R"])
 def _acquire(
     layer,
     ids,
@@ -107,7 +106,9 @@ def _acquire(
     CHUNK: tl.constexpr,
     SHARE: tl.constexpr,
     TIMED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    begin(CHAINED)
     if tl.program_id(0) > 0:
         _sort_routes(ids, order, (tl.program_id(0) - 1) * SHARE, P, E, CHUNK, SHARE)
         return
@@ -157,14 +158,16 @@ def _acquire(
     lost = _field(total, 3) > 0
     short = n_missing > n_victims + R
     code = tl.where(lost, 1, tl.where(short, 2, 0))
-    fine = (old_fault == 0) & (code == 0)
+    fine = (old_fault | code) == 0
     jobs = tl.where(fine, n_missing, 0)
     groups = tl.where(fine, _field(total, 0), 0)
+    n_taken = tl.where(fine, n_taken, 0)
+    served = group < groups  # in place of `& fine`: the interpreter of Triton 3.9 mixes up dtypes
 
-    used = usable & (v_rank < n_taken) & fine
+    used = usable & (v_rank < n_taken)
     tl.store(taken + v_rank, victim, mask=used)
     tl.debug_barrier()  # every thread has read the tables and written its victims
-    entered = from_list & fine
+    entered = from_list & served
     new = tl.load(taken + nth_victim, mask=entered, other=0)
     slot = tl.where(miss, tl.where(from_list, new, S + nth_ring), slot)
 
@@ -173,16 +176,16 @@ def _acquire(
     tl.store(owner + slot, key, mask=entered)
     passed = tl.max(tl.where(used, w + 1, 0), 0)
     tl.store(cursor, (first + passed) % tl.maximum(length, 1))
-    broken = (old_fault == 0) & (code != 0)
+    broken = tl.where(old_fault == 0, code, 0) != 0
     tl.store(fault, code, mask=broken)
     tl.store(fault + 1, layer, mask=broken)
 
-    tl.store(group_slot + group, slot, mask=needed & fine)
-    tl.store(group_lo + group, starts, mask=needed & fine)
+    tl.store(group_slot + group, slot, mask=needed & served)
+    tl.store(group_lo + group, starts, mask=needed & served)
     tl.store(group_lo + groups, tl.where(fine, routed, 0))
     tl.store(n_groups, groups)
 
-    wanted = miss & fine
+    wanted = miss & served
     tl.store(job_slot + job, slot, mask=wanted)
     tl.store(job_src + job, src, mask=wanted)
     tl.store(n_jobs, jobs)
@@ -247,4 +250,5 @@ def acquire(
         SHARE=SHARE,
         TIMED=timed and not triton.knobs.runtime.interpret,
         num_warps=WARPS,
+        **chained(),
     )

@@ -6,7 +6,7 @@ own: products of many rows, which are the library's.
 - `_by_row` multiplies and sums on plain cores; all loads of a program are in flight at once, the
   weights' before the activations'. For one row, or for few weights.
 - `_by_tile` has the weights as the left operand of the tensor cores and the rows as the right one,
-  padded to a tile, and keeps several steps of loads in flight.
+  padded to a tile, and keeps several steps of loads in flight. Its warps share the columns out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moestro.kernels.gpu.chain import begin, chained
 from moestro.kernels.gpu.experts import fitting_columns
 
 
@@ -33,20 +34,24 @@ class Shape:
     stages: int = 0
 
 
+MOST_COLUMNS = 8192  # that `serves` answers for
+MOST_WEIGHTS = 1 << 25
+
 # (most rows of x, most rows of the weight, shape), 16-bit weights.
 SHAPES = (
-    (1, 512, Shape(1, 1, 4096, 4)),
-    (1, 1 << 30, Shape(1, 4, 4096, 4)),
-    (1 << 30, 512, Shape(4, 1, 4096, 4)),
-    (8, 1 << 30, Shape(8, 16, 256, 4, 4)),
-    (1 << 30, 1 << 30, Shape(16, 16, 256, 4, 4)),
+    (8, 512, Shape(1, 2, 4096, 4)),
+    (16, 512, Shape(2, 2, 4096, 4)),
+    (1 << 30, 512, Shape(2, 4, 4096, 2)),
+    (1, 1 << 30, Shape(1, 2, 4096, 8)),
+    (8, 1 << 30, Shape(8, 16, 512, 4, 3)),
+    (1 << 30, 1 << 30, Shape(16, 16, 512, 4, 3)),
 )
 # Tensor cores are of no use to exact float32.
 WIDE_SHAPES = (
-    (1, 512, Shape(1, 1, 4096, 4)),
-    (1, 1 << 30, Shape(1, 2, 4096, 4)),
-    (1 << 30, 512, Shape(4, 1, 4096, 4)),
-    (1 << 30, 1 << 30, Shape(16, 16, 32, 4, 2)),
+    (8, 512, Shape(1, 2, 4096, 8)),
+    (1 << 30, 512, Shape(2, 2, 4096, 8)),
+    (1, 1 << 30, Shape(1, 2, 4096, 8)),
+    (1 << 30, 1 << 30, Shape(4, 2, 4096, 8)),
 )
 
 
@@ -63,6 +68,7 @@ def _by_row(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     # [TOKENS, ROWS, COLUMNS], of which every thread holds the same columns of all rows and tokens.
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :, None]
@@ -76,6 +82,8 @@ def _by_row(
         w = tl.load(
             lines + column, mask=(row < N) & inside, other=0.0, eviction_policy="evict_first"
         )
+        if first == 0:
+            begin(CHAINED)  # nobody writes weights, so reading them need not wait
         value = tl.load(x + token * K + column, mask=(token < B) & inside, other=0.0)
         total += w.to(tl.float32) * value.to(tl.float32)
     result = tl.sum(total, 2, keep_dims=True)
@@ -98,28 +106,43 @@ def _by_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
+    CHAINED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
+    # [PARTS, ROWS, TOKENS]: each warp has columns of its own, since one chain of products over all
+    # of them is slower than the memory.
+    begin(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    kept, real = (row < N)[:, None], (token < B)[None, :]
-    lines = weight + row.to(tl.int64)[:, None] * K
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    part = tl.arange(0, PARTS)[:, None, None] * (COLUMNS // PARTS)
+    at = tl.arange(0, COLUMNS // PARTS)
+    lines = weight + row.to(tl.int64)[None, :, None] * K
+    here = x + token[None, None, :] * K
+    kept, real = (row < N)[None, :, None], (token < B)[None, None, :]
+    total = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
     for first in range(0, K, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        inside = column < K
-        w = tl.load(lines + column[None, :], mask=kept & inside[None, :], other=0.0)
-        here = x + token[None, :] * K + column[:, None]
-        values = tl.load(here, mask=real & inside[:, None], other=0.0)
+        column = first + part + at[None, None, :]
+        w = tl.load(lines + column, mask=kept & (column < K), other=0.0)
+        column = first + part + at[None, :, None]
+        values = tl.load(here + column, mask=real & (column < K), other=0.0)
         total = tl.dot(w, values, total, input_precision="ieee")
+    result = tl.sum(total, 0)
     if BIAS:
-        total += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
+        result += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
     place = out + token[None, :] * N + row[:, None]
-    tl.store(place, total.to(out.dtype.element_ty), mask=kept & real)
+    tl.store(place, result.to(out.dtype.element_ty), mask=(row < N)[:, None] & (token < B)[None, :])
 
 
 def serves(rows: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether `linear` with rows rows of x and a weight [n, k] is expected to beat the library."""
-    return rows <= 16
+    """Whether `linear` with `rows` rows of x and a weight [n, k] is expected to beat the library.
+
+    One row, or a weight as short as a router's for a batch. Past that the library was as fast on
+    an H200; so it may be for weights beyond the sizes tried there, which are left out as well.
+    """
+    if k > MOST_COLUMNS or n * k > MOST_WEIGHTS:
+        return False
+    few = 4 if dtype == torch.float32 else 1
+    return rows <= few or (n <= 256 and rows * n <= 8192)
 
 
 def linear(
@@ -144,7 +167,10 @@ def linear(
     width = fitting_columns(k, chosen.columns)
     if not chosen.stages and k <= chosen.columns:
         width = triton.next_power_of_2(k)  # in one piece: idle threads, but no waiting
-    kernel = _by_tile if chosen.stages else _by_row
+    kernel, parts = _by_row, {}
+    if chosen.stages:
+        kernel, parts = _by_tile, {"PARTS": chosen.warps}
+        width = max(width, 16 * chosen.warps)
     kernel[(triton.cdiv(n, chosen.rows), triton.cdiv(count, chosen.tokens))](
         x,
         weight,
@@ -159,6 +185,8 @@ def linear(
         TOKENS=chosen.tokens,
         num_warps=chosen.warps,
         num_stages=max(1, chosen.stages),
+        **parts,
+        **chained(),
     )
 
 
