@@ -92,7 +92,7 @@ def build_engine(
     executor: engine.Executor
     cache: engine.Cache
     notes: tuple[str, ...] = ()
-    if kind == "cuda":
+    if runs_kernels(kind):
         from moestro.engine.gpu.build import build_executor
 
         executor, device_cache = build_executor(
@@ -140,6 +140,12 @@ def device(config: Config) -> str:
     return "cpu" if config.device == "cpu" or lacking is not None else "cuda"
 
 
+def runs_kernels(kind: str) -> bool:
+    """Whether `engine.gpu` serves this kind of device. Tests say yes to a CPU, where Triton's
+    interpreter runs the kernels."""
+    return kind == "cuda"
+
+
 def cuda_lacks() -> str | None:
     """Why nothing can run on a GPU here; None when it can."""
     if not torch.cuda.is_available():
@@ -168,10 +174,10 @@ def eos_token_ids(model_path: Path) -> tuple[int, ...]:
 
 
 def _plan(kind: str, spec: ModelSpec, layout: ExpertLayout, config: Config) -> MemoryPlan:
-    if kind == "cuda":
+    if runs_kernels(kind):
         from moestro.engine.gpu.memory import plan_gpu_memory
 
-        free, _ = torch.cuda.mem_get_info()
+        free = torch.cuda.mem_get_info()[0] if kind == "cuda" else free_memory()
         return plan_gpu_memory(spec, layout, config, free, free_memory())
     return plan_memory(spec, layout, config, free_memory())
 

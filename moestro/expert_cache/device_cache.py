@@ -33,6 +33,7 @@ from moestro.expert_cache.store import ExpertStore
 from moestro.expert_cache.trace import TraceWriter, distinct
 from moestro.expert_cache.warm import warm
 from moestro.kernels.gpu.tables import CacheTables
+from moestro.kernels.gpu.transfer import upload
 from moestro.stats import ExpertStats
 
 IDLE = 2  # passes; an expert used more recently is in the working set
@@ -65,7 +66,7 @@ class DeviceCache:
         self._store = store
         self._pool = SlotPool(layout, slots + ring + staging, device, dtype)
         self.slab = self._pool.slab
-        self.arena = HostArena(layout, host, pinned=True)
+        self.arena = HostArena(layout, host, pinned=device.type == "cuda")
         self.residency = Residency(layers, experts, slots, 0, policy)
         self.table = self.residency.table
         self._fetcher = Fetcher(store, self.arena, self._pool, workers)
@@ -134,7 +135,7 @@ class DeviceCache:
         packed[self._spans["slot_of"]] = self.table.slot_of
         packed[self._spans["owner"]] = self.table.owner
         self._rank_into(packed)
-        self._copy(packed, self._packed)
+        upload(packed, self._packed)
         self._upload_sources()
 
     def refresh(self) -> None:
@@ -144,7 +145,7 @@ class DeviceCache:
         packed = np.zeros(len(self._packed), np.int32)
         self._rank_into(packed)
         lo = self._spans["victims"].start
-        self._copy(packed[lo:], self._packed[lo:])
+        upload(packed[lo:], self._packed[lo:])
 
     def faulted(self, n_jobs: Ints, keys: Ints, slots: Ints) -> None:
         """A step found an expert in no memory. What the layers before that did to the tables
@@ -239,15 +240,11 @@ class DeviceCache:
 
     def _upload_sources(self) -> None:
         sources = np.zeros(len(self.table.slot_of), np.int64)
-        if self.arena.pinned:  # else the device cannot read it: every miss goes through a sweep
+        # Where the device cannot read the arena, every miss goes through a sweep.
+        if self.arena.pinned or self._device.type == "cpu":
             for key, entry in self.arena.table.entries():
                 sources[key] = self.arena.address(entry)
-        self._copy(sources, self.tables.source)
-
-    def _copy(self, values: npt.NDArray[np.generic], target: torch.Tensor) -> None:
-        """Upload without waiting, through page-locked memory that lives long enough."""
-        pinned = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
-        target.copy_(pinned, non_blocking=True)
+        upload(sources, self.tables.source)
 
     # Sweeps
 

@@ -15,6 +15,7 @@ import torch
 from moestro.errors import StepFailed
 from moestro.expert_cache.device_cache import DeviceCache
 from moestro.expert_cache.flight import failure
+from moestro.kernels.gpu.transfer import Mark, Stream
 
 GROUPS = 3  # one is computed with while two are filled
 
@@ -26,8 +27,8 @@ class Batch:
     layer: int
     experts: list[int]
     slots: list[int]
-    ready: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    done: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # with computing
+    ready: Mark
+    done: Mark  # with computing
     keys: list[int] = field(default_factory=list)  # leases in the arena, while it is read
 
 
@@ -41,7 +42,9 @@ class ExpertStream:
         self._cache = cache
         self._free = deque(slots[n * size : (n + 1) * size] for n in range(GROUPS))
         self._used: deque[Batch] = deque()  # computed with, or about to be: oldest first
-        self._copies = torch.cuda.Stream()
+        device = cache.slab.device
+        self._copies = Stream(device)
+        self._device = device
         self.coming: deque[Batch] = deque()
         self.copied = 0  # experts, since start
 
@@ -56,15 +59,15 @@ class ExpertStream:
         while not self._free:
             self._retire(self._used.popleft())
         slots = self._free.popleft()
-        batch = Batch(layer, experts, slots[: len(experts)])
+        batch = Batch(layer, experts, slots[: len(experts)], Mark(self._device), Mark(self._device))
         batch.slots += slots[len(experts) :]  # kept for the next user of the group
         self._lease(batch)
-        with torch.cuda.stream(self._copies):
+        with self._copies.use():
             for key, slot in zip(batch.keys, batch.slots, strict=False):
                 entry = self._cache.arena.table.entry(key)
                 blob = torch.from_numpy(self._cache.arena.blob(entry))
                 self._cache.slab[slot].copy_(blob, non_blocking=True)
-            batch.ready.record(self._copies)
+            batch.ready.set()
         self.copied += len(experts)
         self.coming.append(batch)
 
@@ -72,12 +75,12 @@ class ExpertStream:
         """The next batch; the current stream waits for it, the host does not. Say `used` after."""
         batch = self.coming.popleft()
         self._used.append(batch)
-        torch.cuda.current_stream().wait_event(batch.ready)
+        batch.ready.hold()
         return batch
 
     def used(self, batch: Batch) -> None:
         """Everything that reads this batch has been launched on the current stream."""
-        batch.done.record()
+        batch.done.set()
 
     def drop(self) -> None:
         """Give up what is coming and wait for its copies: nothing is held afterwards."""
@@ -87,10 +90,10 @@ class ExpertStream:
             self._retire(self._used.popleft())
 
     def _retire(self, batch: Batch) -> None:
-        batch.ready.synchronize()
+        batch.ready.wait()
         for key in batch.keys:
             self._cache.arena.table.release(key, filled=True)
-        self._copies.wait_event(batch.done)
+        batch.done.hold(self._copies)
         self._free.append(batch.slots)
 
     def _lease(self, batch: Batch) -> None:

@@ -18,6 +18,7 @@ import torch
 from moestro.kernels.gpu.prepare import Lines, Prepared
 from moestro.kernels.gpu.sampling import Rows
 from moestro.kernels.gpu.tables import StepLog
+from moestro.kernels.gpu.transfer import download, upload
 
 NOWHERE = -1
 
@@ -67,7 +68,7 @@ class StepInput:
 
     def upload(self, host: npt.NDArray[np.int64]) -> None:
         """Send a filled copy; returns at once."""
-        self.device.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+        upload(host, self.device)
 
     def sampling(self, rows: int, prepared: Prepared) -> Rows:
         """Sampling parameters for the kernels."""
@@ -125,9 +126,7 @@ class Report:
 
     def download(self) -> dict[str, npt.NDArray[Any]]:
         """Start the copy to the host; the arrays may be read once the stream has got there."""
-        pinned = torch.empty(self._device.shape, dtype=torch.uint8, pin_memory=True)
-        pinned.copy_(self._device, non_blocking=True)
-        host = pinned.numpy()
+        host = download(self._device).numpy()
         return {
             s.name: host[s.lo : s.hi].view(_NUMPY[s.dtype]).reshape(s.shape) for s in self._sections
         }

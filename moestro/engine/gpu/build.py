@@ -26,6 +26,7 @@ from moestro.expert_cache.policy import Policy
 from moestro.expert_cache.store import ExpertStore
 from moestro.expert_cache.stream import ExpertStream
 from moestro.expert_cache.trace import TraceWriter
+from moestro.kernels.gpu.transfer import synchronize
 from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.filling import small_tokens
 from moestro.scheduler.plan import SweepPlan, SweepRow
@@ -54,8 +55,9 @@ def build_executor(
     What torch may take is limited to the plan from here on: running out fails a step, and never
     takes memory that was left to others.
     """
-    _limit_memory(config)
     spec, device = decoder.spec, kv.pool.device
+    if device.type == "cuda":
+        _limit_memory(config)
     layers, moe = len(spec.moe_layers), spec.moe
     cache = DeviceCache(
         store,
@@ -119,7 +121,7 @@ def _compile_sweeps(shared: Shared, space: Workspace, progress: Callable[[int, i
                     break
             sweep.close()
         progress(number + 1, len(sizes))
-    torch.cuda.synchronize()
+    synchronize(shared.tables.device)
     shared.kv.pool.zero_()
     shared.cache.forget_counts()
 

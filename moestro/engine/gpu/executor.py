@@ -11,7 +11,7 @@ that a block or slot given to somebody else is written after its last reader.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from moestro.errors import StepFailed
 from moestro.expert_cache.stream import ExpertStream
 from moestro.kernels.gpu import sampling
 from moestro.kernels.gpu.tables import Fault
+from moestro.kernels.gpu.transfer import Mark, synchronize, upload
 from moestro.scheduler.plan import DecodePlan, DecodeRow, Sampled, SweepPlan, SweepRow
 from moestro.types import Request, TokenLogprobs
 
@@ -44,7 +45,7 @@ class Flying:
     launched: Launched
     report: Arrays
     scores: Scores | None
-    arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    arrived: Mark
 
 
 class GpuExecutor:
@@ -59,6 +60,7 @@ class GpuExecutor:
         routing: RoutingSource | None = None,
     ) -> None:
         self._shared = shared
+        self._device = shared.tables.device
         self._graphs = graphs
         self._sampler = sampler
         self._small, self._large = spaces
@@ -113,15 +115,15 @@ class GpuExecutor:
         launched = self._graphs.launch(plan, self._sampler.params, salts)
         scores = self._choose(plan, launched)
         report = launched.step.report.download()
-        flying = Flying(plan, launched, report, scores)
-        flying.arrived.record()
+        flying = Flying(plan, launched, report, scores, Mark(self._device))
+        flying.arrived.set()
         self._flying.append(flying)
 
     @torch.inference_mode()
     def collect(self) -> list[Sampled]:
         """Wait for the oldest launched step: one token for every row of its plan."""
         flying = self._flying.pop(0)
-        flying.arrived.synchronize()
+        flying.arrived.wait()
         code, layer = flying.report["fault"].tolist()
         if code != Fault.NONE:
             self._faulted(flying)
@@ -157,8 +159,7 @@ class GpuExecutor:
         ids = self._routing.step([row.id for row in plan.rows])
         ordered = np.empty_like(ids)
         ordered[:, seats] = ids
-        pinned = torch.from_numpy(ordered).pin_memory()
-        self._shared.forced[:, : len(seats)].copy_(pinned, non_blocking=True)
+        upload(ordered, self._shared.forced[:, : len(seats)])
 
     def _record(self, flying: Flying) -> None:
         report, seats = flying.report, flying.launched.seats
@@ -196,7 +197,7 @@ class GpuExecutor:
 
     def _faulted(self, flying: Flying) -> None:
         """This step has no result, nor has the one launched after it."""
-        torch.cuda.synchronize()
+        synchronize(self._device)
         self._void = bool(self._flying)
         report = flying.report
         self._shared.cache.faulted(report["n_jobs"], report["job_key"], report["job_slot"])
@@ -273,13 +274,13 @@ class GpuExecutor:
             return []
         assert not self._flying, "a sweep needs to know what is where"
         _, sweep, _ = self._sweeps[number]
-        before: torch.cuda.Event | None = None
+        before: Mark | None = None
         while not sweep.advance():
             # One piece is always under way while the host looks at the clock.
-            launched = torch.cuda.Event()
-            launched.record()
+            launched = Mark(self._device)
+            launched.set()
             if before is not None:
-                before.synchronize()
+                before.wait()
             before = launched
             if enough():
                 return None

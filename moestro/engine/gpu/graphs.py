@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ import torch
 from moestro.engine.gpu.buffers import LINE, buckets
 from moestro.engine.gpu.rows import RowTable, Seating
 from moestro.engine.gpu.step import Shared, Step
+from moestro.kernels.gpu.transfer import upload
 from moestro.scheduler.plan import DecodePlan
 from moestro.types import SamplingParams
 
@@ -42,13 +42,14 @@ class Graphs:
         self._rows = RowTable()
         self._spare = shared.tables.shape[1] - 1  # the column that padded rows write to
         self._steps = [Step(shared, size) for size in self._sizes]
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        pool = torch.cuda.graph_pool_handle()
+        self._launch: list[Callable[[], None]] = []
+        on_gpu = shared.tables.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         shared.given.upload(self._blank())
         for number in reversed(range(len(self._steps))):  # the largest first: the rest reuse memory
-            self._graphs.append(self._capture(self._steps[number], pool))
-            progress(len(self._graphs), len(self._steps))
-        self._graphs.reverse()
+            self._launch.append(self._capture(self._steps[number]))
+            progress(len(self._launch), len(self._steps))
+        self._launch.reverse()
 
     def launch(
         self,
@@ -69,7 +70,7 @@ class Graphs:
             self._rewrite(seating.seats[index], rows[index].blocks)
         self._shared.given.upload(given)
         number = bisect_left(self._sizes, len(rows))
-        self._graphs[number].replay()
+        self._launch[number]()
         return Launched(self._steps[number], seating.seats)
 
     def seats(self, plan: DecodePlan) -> list[int]:
@@ -118,18 +119,23 @@ class Graphs:
         return given
 
     def _rewrite(self, seat: int, blocks: tuple[int, ...]) -> None:
-        line = torch.tensor(blocks, dtype=torch.int32).pin_memory()
-        self._shared.tables[seat, : len(blocks)].copy_(line, non_blocking=True)
+        upload(np.array(blocks, np.int32), self._shared.tables[seat, : len(blocks)])
 
-    def _capture(self, step: Step, pool: Any) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Step) -> Callable[[], None]:
+        """A function that launches the step."""
+
+        def run() -> None:
+            step.run()
+            step.finish()
+
+        if self._shared.tables.device.type != "cuda":
+            return run
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step.run()  # compiles the kernels
-            step.finish()
+            run()  # compiles the kernels
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            step.run()
-            step.finish()
-        return graph
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph.replay

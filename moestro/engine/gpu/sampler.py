@@ -15,6 +15,7 @@ import torch
 from moestro.engine.sampler import Row
 from moestro.engine.synthetic import SPECIAL, row_number
 from moestro.kernels.gpu import sampling
+from moestro.kernels.gpu.transfer import download
 from moestro.types import Request, SamplingParams, TokenLogprobs
 
 
@@ -104,7 +105,7 @@ class DeviceSampler:
         if most < 0:
             return None
         found = sampling.logprobs(raw, tokens, most)
-        return Scores(*(part.to("cpu", non_blocking=True) for part in found))
+        return Scores(*map(download, found))
 
 
 def scramble_(tokens: torch.Tensor, salt: torch.Tensor, vocab: int) -> None:

@@ -30,6 +30,7 @@ from moestro.kernels.gpu.prepare import Prepared, prepare
 from moestro.kernels.gpu.rotary import qk_norm_rope_write
 from moestro.kernels.gpu.router import softmax_topk
 from moestro.kernels.gpu.tables import LayerWork
+from moestro.kernels.gpu.transfer import processors
 from moestro.kv_cache.storage import KVStorage
 
 
@@ -90,8 +91,7 @@ class Step:
         self._weights = empty(rows, moe.top_k, dtype=share)
         self._inner = empty(routes, moe.intermediate)
         self._outer = empty(routes, spec.hidden)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._splits = choose_splits(rows, attention.kv_heads, processors)
+        self._splits = choose_splits(rows, attention.kv_heads, processors(device))
         floats = scratch_floats(rows, attention.heads, attention.head_dim, self._splits)
         self._scratch = empty(max(1, floats), dtype=torch.float32)
         self._draw = sampling.Scratch.empty(rows, spec.vocab_size, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from moestro.kernels.gpu.grouping import Routes, sort_routes
 from moestro.kernels.gpu.norm import add_rms_norm, rms_norm
 from moestro.kernels.gpu.rotary import qk_norm_rope_write
 from moestro.kernels.gpu.router import softmax_topk
+from moestro.kernels.gpu.transfer import Mark, download, send
 from moestro.scheduler.plan import SweepPlan, SweepRow
 
 Ints = npt.NDArray[np.int64]
@@ -146,9 +148,8 @@ class GpuSweep:
         torch.index_select(shared.decoder.embedding, 0, ids, out=rows)
         self._real = self._send(np.array([self.count], np.int32))
 
-    def _send(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        pinned = torch.from_numpy(values).pin_memory()
-        return pinned.to(self._shared.tables.device, non_blocking=True)
+    def _send(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return send(values, self._shared.tables.device)
 
     def _run(self) -> Iterator[None]:
         shared, space, count = self._shared, self._space, self.count
@@ -337,14 +338,13 @@ class Counts:
     """Routes of each expert, on their way to the host."""
 
     def __init__(self, counts: torch.Tensor) -> None:
-        self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        self._host.copy_(counts, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._host = download(counts)
+        self._arrived = Mark(counts.device)
+        self._arrived.set()
 
     def __call__(self) -> Ints:
         """Wait for them: [experts]."""
-        self._arrived.synchronize()
+        self._arrived.wait()
         return self._host.numpy()[:-1].astype(np.int64)
 
 
