@@ -13,57 +13,20 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moestro.config_values import AutoCount, AutoSize, JsonObject, Name, Names, Origins, Size
 from moestro.errors import ConfigError
 
 ENV_PREFIX = "MOESTRO_"
 PRESETS = Path(__file__).parent / "configs"
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)(?P<byte>b?)", re.I)
-_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_size(value: object) -> object:
-    """Bytes from `24GiB`, `24GB`, `1.5g` or a plain number.
-
-    `GB` is 10^9 bytes; `GiB` and a bare `G` are 2^30. Letters may be of either case. Anything
-    that is not text is handed back for pydantic to judge. Raises ValueError.
-    """
-    if isinstance(value, bool):
-        raise ValueError("a number of bytes, or text such as 24GiB")
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None or (match["binary"] and not match["unit"]):
-        raise ValueError("a number of bytes, or a number with a unit (KiB to TiB, KB to TB)")
-    decimal = bool(match["byte"]) and not match["binary"]
-    scale = (1000 if decimal else 1024) ** _POWER[match["unit"].lower()]
-    return int(Decimal(match["number"]) * scale)
-
-
-def _automatic(value: object) -> object:
-    return None if isinstance(value, str) and value.strip().lower() == "auto" else value
-
-
-def _several(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-AutoSize = Annotated[Size | None, BeforeValidator(_automatic)]
-AutoCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_automatic)]
-Name = Annotated[str, Field(min_length=1)]
-Names = Annotated[tuple[Name, ...], BeforeValidator(_several)]
-
-
-MULTIPLE = frozenset({"served_model_name", "api_key"})  # fields with several values
-SECRET = frozenset({"api_key"})  # fields whose values are never shown
+MULTIPLE = frozenset({"served_model_name", "api_key", "cors_origins"})  # fields with several values
+SECRET = frozenset({"api_key", "ssl_keyfile_password"})  # fields whose values are never shown
 
 
 class Config(BaseModel):
@@ -80,6 +43,28 @@ class Config(BaseModel):
     )
     served_model_name: Names = Field(
         (), description="Names that clients use for the model. Default: the model as given."
+    )
+    accept_any_model: bool = Field(
+        False, description="Serve a request whatever model it names, instead of answering 404."
+    )
+    chat_template: Path | None = Field(
+        None, description="File with a chat template (Jinja) to use instead of the checkpoint's."
+    )
+    chat_template_kwargs: JsonObject = Field(
+        None,
+        description="Variables for every chat template, as a JSON object; a request's own win.",
+    )
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "qwen3_coder", "mistral", "deepseek", "harmony"
+    ] = Field(
+        "auto",
+        description="How the model writes tool calls. `auto`: what the chat template shows; "
+        "`none`: requests with tools are refused.",
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "harmony"] = Field(
+        "auto",
+        description="How reasoning is told apart, as `reasoning_content`. `auto`: what the chat "
+        "template shows; `none`: it stays in the content.",
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="`auto` reads the checkpoint; `dummy` uses random weights of its shape."
@@ -152,15 +137,70 @@ class Config(BaseModel):
     api_key: Names = Field(
         (), repr=False, description="Keys that clients must send, any one of them. Default: none."
     )
+    api_key_file: Path | None = Field(
+        None,
+        description="File with more keys: one a line, `key` or `name:key`. Read again on SIGHUP.",
+    )
     allow_unauthenticated: bool = Field(
         False, description="Allow listening beyond this machine without an API key."
     )
+    rate_limit: AutoCount = Field(
+        None,
+        description="Requests a minute for each key, or each client address when there are no "
+        "keys; one more is answered 429. Default: no limit.",
+    )
+    ssl_certfile: Path | None = Field(
+        None, description="File with the TLS certificate (PEM). Default: plain HTTP."
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="File with its private key. Default: it is in --ssl-certfile."
+    )
+    ssl_keyfile_password: str | None = Field(
+        None, repr=False, description="Password of the private key, when it is encrypted."
+    )
+    cors_origins: Origins = Field(
+        (), description="Origins whose web pages may use the API; `*` for all. Default: none."
+    )
+    docs: bool = Field(True, description="Serve /docs and /openapi.json.")
     max_request_body: Size = Field(32 * 2**20, description="Most bytes of one request body.")
+    request_timeout: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a generating request may take, waiting included, before it is "
+        "ended with 504, or with an error event in a stream. 0: no limit.",
+    )
+    send_timeout: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A stream whose client takes nothing for so many seconds is ended.",
+    )
+    sse_keep_alive_interval: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds between comment lines in a stream, for proxies that cut silent ones. "
+        "0: none.",
+    )
     shutdown_timeout: float = Field(
         30.0,
         ge=0,
         allow_inf_nan=False,
         description="Seconds that live requests have to finish once a stop was asked for.",
+    )
+    engine_restarts: int = Field(
+        3,
+        ge=0,
+        description="Most restarts of an engine process that died, within ten minutes. Live "
+        "requests go on in the new one; at one more death the server ends.",
+    )
+    engine_stall_timeout: float = Field(
+        120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds without a sign of life after which an engine with live requests is "
+        "killed and restarted.",
     )
     metrics_prefix: str = Field(
         "moestro:",
@@ -170,6 +210,12 @@ class Config(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged."
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="`text` for people, `json` for machines: one object a line."
+    )
+    log_requests: bool = Field(
+        False, description="Log every request with its body, which holds the prompt."
+    )
     config: Path | None = Field(
         None,
         description="File with settings (YAML, TOML or JSON), or the name of an included preset.",
@@ -177,7 +223,7 @@ class Config(BaseModel):
 
     def to_json(self) -> str:
         """The settings as JSON for the engine process, without the API keys: it needs none."""
-        return self.model_dump_json(exclude={"api_key"})
+        return self.model_dump_json(exclude=set(SECRET))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:

@@ -70,6 +70,18 @@ class BodyTimeout(MoestroError):
     code = "request_timeout"
 
 
+class RateLimited(MoestroError):
+    """This client has sent too many requests; `retry_after` seconds later one is taken again."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class Unavailable(MoestroError):
     """The server cannot take this now: loading, draining or the engine is gone. Retry later."""
 
@@ -88,6 +100,13 @@ class EngineDead(Unavailable):
     """The engine process is gone."""
 
     code = "engine_dead"
+
+
+class RequestTimeout(MoestroError):
+    """The request took longer than --request-timeout; what was running for it was ended."""
+
+    status = 504
+    code = "timeout"
 
 
 class StepFailed(MoestroError):

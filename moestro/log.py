@@ -1,17 +1,33 @@
 """How log lines look and which of them are shown.
 
 Owns: the one logging set-up of a process. Does not own what is logged: every module uses
-`logging.getLogger(__name__)`, and none writes prompts or outputs.
+`logging.getLogger(__name__)`, and none writes prompts or outputs, unless `--log-requests` asks
+the server to.
+
+A call may add `extra=about(request_id, trace)`: the text form shows them behind the message, the
+JSON form as fields of their own.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from typing import TextIO
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
 
 # Libraries that report every step at "info"; ours is the level that the user chose.
 _QUIET = ("uvicorn", "uvicorn.error", "httpx", "httpcore", "huggingface_hub", "filelock")
+
+Form = Literal["text", "json"]
+
+
+def about(request_id: str | None = None, trace: str | None = None) -> dict[str, Any]:
+    """What a log call's `extra` may hold: whose request it is, and where an exception came from.
+
+    `trace` is for exceptions whose own text may hold what the user wrote; others use `exc_info`.
+    """
+    return {"request_id": request_id, "trace": trace}
 
 
 class _Short(logging.Formatter):
@@ -20,16 +36,50 @@ class _Short(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.levelname = record.levelname.lower()
-        return super().format(record)
+        text = super().format(record)
+        if request_id := getattr(record, "request_id", None):
+            text += f" [{request_id}]"
+        if trace := getattr(record, "trace", None):
+            text += f"\n{trace.rstrip()}"
+        return text
 
 
-def setup(level: str = "info", process: str = "server", stream: TextIO | None = None) -> None:
+class _Json(logging.Formatter):
+    """One object on one line; fields that a line does not have are left out."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC)
+        trace = getattr(record, "trace", None)
+        if record.exc_info:
+            trace = self.formatException(record.exc_info)
+        fields = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": self._process,
+            "message": record.getMessage(),
+            "request_id": getattr(record, "request_id", None),
+            "exception": trace,
+        }
+        return json.dumps({name: value for name, value in fields.items() if value is not None})
+
+
+def setup(
+    level: str = "info",
+    process: str = "server",
+    stream: TextIO | None = None,
+    form: Form = "text",
+) -> None:
     """Send log lines of `level` and above to `stream` (default: stderr), marked with `process`.
 
     Call it once in each process; a second call replaces the first.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Short(process))
+    handler.setFormatter(_Json(process) if form == "json" else _Short(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

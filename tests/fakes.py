@@ -180,6 +180,7 @@ class FakeEngine:
     progress: tuple[str, int, int] = ("weights", 1, 4)
     error: str | None = None
     stalled: bool = False
+    restarts: int = 0
     fail_next: str | None = None
     slow_stats: float = 0.0
 

@@ -16,9 +16,10 @@ from moestro.config import Config, load
 from moestro.errors import ConfigError, ModelError
 from moestro.server import cli, cli_check, cli_model
 from moestro.server.cli_flags import config_flags, config_parser
-from moestro.server.cli_serve import is_loopback, listen, refuse_open_door, server_settings
+from moestro.server.cli_serve import listen, server_settings
 from moestro.server.cli_show import memory_table, show_loading, show_size
 from moestro.server.cli_stop import HttpServer, Stop
+from moestro.server.doors import is_loopback, refuse_open_door
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,10 +33,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server:
     """A `moestro serve` that has said that it is ready."""
 
-    def __init__(self, process: subprocess.Popen[str], printed: str, port: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], printed: str, url: str) -> None:
         self.process = process
         self.printed = printed
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = url
 
     def stop(self) -> tuple[int, str]:
         """Exit code and standard error."""
@@ -71,8 +72,8 @@ def _when_ready(process: subprocess.Popen[str]) -> Server:
     printed = ""
     for line in process.stdout:
         printed += line
-        if found := re.search(r"ready on http://127\.0\.0\.1:(\d+) ", line):
-            return Server(process, printed, int(found[1]))
+        if found := re.search(r"ready on (https?://127\.0\.0\.1:\d+) ", line):
+            return Server(process, printed, found[1])
     raise AssertionError(f"it ended: {printed}\n{process.communicate()[1]}")
 
 
@@ -170,8 +171,57 @@ def test_what_cannot_start_says_why(checkpoint: Path, flags: list[str], message:
     assert "ready" not in done.stdout
 
 
-def test_the_end_of_the_engine_is_the_end_of_the_server(checkpoint: Path) -> None:
-    with running(str(checkpoint)) as server, stream(server) as lines:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+def test_doors_of_a_real_server(checkpoint: Path, tmp_path: Path) -> None:
+    new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=x"
+    words = ["openssl", *new.split(), "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    keys, template = tmp_path / "keys", tmp_path / "own.jinja"
+    keys.write_text("anna:first-key\n")
+    template.write_text("{{ a }}")
+    flags = [f"--ssl-certfile={tmp_path}/cert.pem", f"--ssl-keyfile={tmp_path}/key.pem"]
+    flags += ["--api-key-file", str(keys), "--log-format", "json", "--log-requests"]
+    flags += ["--chat-template", str(template), "--chat-template-kwargs", '{"a": "abcd"}']
+    flags += ["--request-timeout", "0.3", "--rate-limit", "5", "--log-level", "info"]
+    with running(str(checkpoint), *flags) as server:
+        assert server.url.startswith("https://")
+        with httpx.Client(base_url=server.url, verify=False, timeout=PATIENCE) as client:
+            client.headers["authorization"] = "Bearer first-key"
+            chat = {"messages": [{"role": "user", "content": "long " * 50}], "max_tokens": 1}
+            usage = client.post("/v1/chat/completions", json=chat).json()["usage"]
+            assert usage["prompt_tokens"] <= 4
+            late = client.post("/v1/completions", json=BODY | {"stream": False})
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+            lines = client.post("/v1/completions", json=BODY).text
+            assert '"code":"timeout"' in lines
+            assert lines.endswith("data: [DONE]\n\n")
+            stats = client.get("/admin/stats").json()
+            assert stats["live_calls"] == 0
+            assert client.get("/v1/models").status_code == 200
+            assert client.get("/v1/models").status_code == 429
+            keys.write_text("second-key\n")
+            engines = psutil.Process(server.process.pid).children()
+            for process in (*engines, server.process):  # as a terminal does
+                process.send_signal(signal.SIGHUP)
+            time.sleep(0.3)
+            assert all(engine.is_running() for engine in engines)
+            assert client.get("/v1/models").status_code == 401
+            client.headers["authorization"] = "Bearer second-key"
+            assert client.get("/v1/models").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.stop()
+    assert code == 0
+    logged = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+    messages = [line["message"] for line in logged]
+    assert "1 API keys are accepted now" in messages
+    assert any("/v1/chat/completions' by anna: 200" in m and "long long" in m for m in messages)
+    assert all(line["time"].endswith("Z") for line in logged)
+    assert "first-key" not in errors
+    assert "second-key" not in errors
+
+
+def test_the_end_of_the_last_engine_is_the_end_of_the_server(checkpoint: Path) -> None:
+    with running(str(checkpoint), "--engine-restarts", "0") as server, stream(server) as lines:
         engines = psutil.Process(server.process.pid).children()
         os.kill(engines[0].pid, signal.SIGKILL)
         assert any('"error"' in line for line in lines)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moestro.config import PRESETS, Config, load, parse_size
+from moestro.config import PRESETS, Config, load
+from moestro.config_values import parse_size
 from moestro.errors import ConfigError
 
 GIB = 2**30

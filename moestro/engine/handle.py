@@ -1,30 +1,31 @@
-"""The server's side of the engine process: start it, talk to it, notice when it dies.
+"""The server's side of the engine: start it, talk to it, and start it again when it dies.
 
-Owns: the process, the socket and one queue per open stream. All methods run on the event loop.
-Never loads torch.
+Owns: the state that the server sees, and the order of a restart. Does not own: one process's life
+(`engine.link`), what is sent again and to whom (`engine.live`, `engine.roster`), how often
+(`engine.restarts`). All methods run on the event loop. Never loads torch.
+
+A new engine gets every live request with its tokens so far as `Request.generated`. What a token
+is depends on the tokens before it and on (seed, position) alone, so a stream goes on as if
+nothing had happened. An event that had not been read when the engine died is simply lost: the
+new engine gives it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
-import subprocess
-import sys
+import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-import msgspec
-import zmq
 import zmq.asyncio
 
 from moestro import errors
 from moestro.config import Config
+from moestro.engine.link import COMMAND, Link
+from moestro.engine.live import Live
 from moestro.engine.messages import (
     Abort,
     Add,
@@ -34,151 +35,114 @@ from moestro.engine.messages import (
     Failed,
     Progress,
     Stats,
-    Stop,
     ToEngine,
     ToServer,
 )
+from moestro.engine.restarts import Restarts
+from moestro.engine.roster import Roster
+from moestro.engine.stream import Stream
 from moestro.errors import EngineDead, InvalidRequest, MoestroError, Unavailable
 from moestro.scheduler.limits import Limits, check
-from moestro.stats import EngineStats
-from moestro.types import Request, TokenEvent
+from moestro.stats import EngineStats, SchedulerStats
+from moestro.types import Finish, Request, TokenEvent
 
-STALL_SECONDS = 30.0  # requests are open and the engine has said nothing for this long
-STOP_SECONDS = 5.0  # between asking the process to stop and killing it
+log = logging.getLogger(__name__)
 
-
-class Stream:
-    """Events of a few sequences. Leaving the context aborts what has not finished."""
-
-    def __init__(self, handle: EngineHandle, ids: Sequence[str]) -> None:
-        self._handle = handle
-        self._open = set(ids)
-        self._pending: list[TokenEvent] = []
-        self._arrived = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for id in tuple(self._open):
-            self.abort(id)
-
-    async def batches(self) -> AsyncIterator[list[TokenEvent]]:
-        """Everything that has arrived since the last batch, until all sequences are finished.
-
-        Raises EngineDead when the engine ends first.
-        """
-        while self._open or self._pending:
-            if not self._pending:
-                if self._handle.state == "dead":
-                    raise EngineDead(self._handle.error or "the engine stopped")
-                self._arrived.clear()
-                await self._arrived.wait()
-                continue
-            batch, self._pending = self._pending, []
-            yield batch
-
-    def abort(self, id: str) -> None:
-        """End one sequence; it gives no further event. Harmless when it has ended."""
-        if id in self._open:
-            self._open.discard(id)
-            self._handle.drop(id)
-            self._arrived.set()
-
-    def push(self, event: TokenEvent) -> None:
-        """Called by the handle."""
-        self._pending.append(event)
-        if event.finish is not None:
-            self._open.discard(event.id)
-        self._arrived.set()
-
-    def wake(self) -> None:
-        """Called by the handle when the engine's state has changed."""
-        self._arrived.set()
+STALL_SECONDS = 30.0  # of silence with requests open, until `stalled` says so
+LATE = 1.0  # seconds between two looks: this process stood still itself
+STARTING = ("starting", 0, 1)
 
 
 class EngineHandle:
-    """Starts the engine process and gives access to it."""
+    """Keeps an engine process running and gives access to it."""
 
-    def __init__(self, config: Config, model_path: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_path: Path,
+        *,
+        restarts: Restarts | None = None,
+        command: Sequence[str] = COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._model = model_path
-        self.state = "loading"  # "loading" | "ready" | "dead"
-        self.progress: tuple[str, int, int] = ("starting", 0, 1)
-        self.error: str | None = None
+        self._budget = restarts or Restarts(config.engine_restarts)
+        self._command = command
+        self._clock = clock
+        self.state = "loading"  # "loading" | "ready" | "restarting" | "dead"
+        self.progress = STARTING
+        self.error: str | None = None  # why it is dead or restarted
         self.failure: MoestroError | None = None  # why start-up failed
         self.info: EngineInfo | None = None
         self.snapshot = EngineStats()
         self._limits: Limits | None = None
-        self._streams: dict[str, Stream] = {}
+        self._live = Roster()
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count(1)
-        self._last_word = time.monotonic()
+        self._last_word = self._last_look = self._died = clock()
         self._outgoing: list[ToEngine] = []
-        self._encoder = msgspec.msgpack.Encoder()
-        self._process: subprocess.Popen[bytes] | None = None
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        self._link: Link | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="moestro-")
-        self._tasks: list[asyncio.Task[None]] = []
+        self._keeper: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def pid(self) -> int | None:
         """Process id of the engine."""
-        return None if self._process is None else self._process.pid
+        return None if self._link is None else self._link.pid
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine was started again."""
+        return self._budget.total
 
     @property
     def stalled(self) -> bool:
-        """Requests are open, and the engine has not said a word for STALL_SECONDS."""
-        quiet = time.monotonic() - self._last_word
-        return self.state == "ready" and bool(self._streams) and quiet > STALL_SECONDS
+        """Requests are open, and the engine has been silent for long, if not too long."""
+        bound = min(STALL_SECONDS, self._config.engine_stall_timeout / 2)
+        return self._silence() > bound
 
     async def start(self) -> None:
         """Start the process. Returns at once; `state` and `progress` tell how loading goes."""
-        address = f"ipc://{self._folder.name}/engine.sock"
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moestro.engine.process"], stdin=subprocess.PIPE
-        )
-        line = {"address": address, "model": str(self._model), "config": self._config.to_json()}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(line).encode() + b"\n")
-        self._process.stdin.flush()
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+        self._link = self._connect()
+        self._keeper = asyncio.create_task(self._keep(self._link))
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Submit sequences, all or none. Raises what `scheduler.limits.check` raises, Unavailable
-        while loading, EngineDead when the engine is gone."""
-        self._require_ready()
-        assert self._limits is not None
-        most = self._limits.max_num_seqs + self._limits.max_num_queued
+        """Submit sequences, all or none; while the engine is restarted they wait for it.
+
+        Raises what `scheduler.limits.check` raises, Unavailable while loading, EngineDead when the
+        engine is gone.
+        """
+        limits = self._serving_limits()
+        most = limits.max_num_seqs + limits.max_num_queued
         if len(requests) > most:
             raise InvalidRequest(
                 f"The request asks for {len(requests)} sequences; this server holds {most} at most."
             )
-        waiting = len(self._streams) - self._limits.max_num_seqs
+        waiting = len(self._live) - limits.max_num_seqs
         for number, request in enumerate(requests):
-            check(request, self._limits, waiting + number)
-        stream = Stream(self, [request.id for request in requests])
+            check(request, limits, waiting + number)
+        now = self._clock()
+        if not self._live:
+            self._last_word = now
+        stream = Stream([request.id for request in requests], self.drop, self._death)
         for request in requests:
-            self._streams[request.id] = stream
-            self._post(Add(request))
+            self._live.add(Live(request, stream, now))
+        self._submit()
         return stream
 
     def drop(self, id: str) -> None:
         """Abort one sequence."""
-        if self._streams.pop(id, None) is not None:
+        if self._live.pop(id) is not None:
             self._post(Abort(id))
+            self._submit()
 
     async def stats(self, timeout: float) -> EngineStats:
         """A fresh snapshot, or the last one when the engine does not answer within `timeout`."""
+        if self.state == "restarting":
+            self.snapshot.scheduler.waiting = len(self._live)
         if self.state != "ready":
             return self.snapshot
         number = next(self._numbers)
@@ -199,58 +163,144 @@ class EngineHandle:
             return
         self._closed = True
         self._die("the server is closing")
-        if self._process is not None:
-            await self._stop(self._process)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._link is not None:
+            await self._link.stop()
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
-    async def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + STOP_SECONDS
-        if process.poll() is None:
-            with contextlib.suppress(zmq.ZMQError, TimeoutError):
-                stop = self._encoder.encode([Stop()])
-                await asyncio.wait_for(self._socket.send(stop), STOP_SECONDS)
-        while process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        if process.poll() is None:
-            process.kill()
-        if process.stdin is not None:
-            process.stdin.close()
-        process.wait()
-
-    def _require_ready(self) -> None:
+    def _serving_limits(self) -> Limits:
         if self.state == "dead":
             raise EngineDead(self.error or "the engine stopped")
-        if self.state == "loading":
+        if self.state == "loading" or self._limits is None:
             raise Unavailable("the model is still loading", code="loading")
+        return self._limits
+
+    def _death(self) -> str | None:
+        return (self.error or "the engine stopped") if self.state == "dead" else None
+
+    # One engine after the other
+
+    def _connect(self) -> Link:
+        address = f"ipc://{self._folder.name}/{self.restarts}.sock"
+        link = Link(self._context, address, self._hear, self._command)
+        link.start(self._config, self._model)
+        return link
+
+    async def _keep(self, link: Link) -> None:
+        """See to it that there is an engine, until it cannot be had any more."""
+        while True:
+            reason = await self._reason(link)
+            await link.close()
+            delay = self._crashed(reason)
+            if delay is None:
+                return
+            await asyncio.sleep(delay)
+            try:
+                link = self._link = self._connect()
+            except OSError as error:
+                self._die(f"the engine process cannot be started again: {error}")
+                return
+
+    async def _reason(self, link: Link) -> str:
+        """Wait for the engine's end, and bring it about when it does nothing; says why it ended."""
+        stalled = False
+
+        def look() -> None:
+            nonlocal stalled
+            now = self._clock()
+            if now - self._last_look > LATE:  # what the engine said meanwhile is not read yet
+                self._last_word = now
+            self._last_look = now
+            if not stalled and self._silence() > self._config.engine_stall_timeout:
+                stalled = True
+                link.kill()
+
+        self._last_look = self._clock()
+        ended = await link.ended(look)
+        timeout = self._config.engine_stall_timeout
+        return f"the engine process gave no sign of life for {timeout:g} s" if stalled else ended
+
+    def _silence(self) -> float:
+        """Seconds for which an engine that has work has said nothing."""
+        if self.state != "ready" or not self._live:
+            return 0.0
+        return self._clock() - self._last_word
+
+    def _crashed(self, reason: str) -> float | None:
+        """The process is gone; seconds until the next one is to start, or None."""
+        if self.state == "dead":
+            return None
+        if self.state == "loading":
+            self._die(reason)
+            return None
+        delay = self._budget.next(self._clock(), ready=self.state == "ready")
+        if delay is None:
+            self._die(f"{reason}, and {self._budget.used_up}")
+            return None
+        log.error("%s; it is restarted with %d live requests", reason, len(self._live))
+        if self.state == "ready":
+            self._died = self._clock()
+        self.state, self.error, self.progress = "restarting", reason, STARTING
+        self._outgoing.clear()
+        self._give_up_asking(reason)
+        for live in self._live.crashed():
+            self._end(live, f"{reason} while it worked on this request, and not for the first time")
+        self.snapshot = EngineStats(scheduler=SchedulerStats(waiting=len(self._live)))
+        return delay
+
+    def _submit(self) -> None:
+        """Give the engine what it is due to get."""
+        if self.state != "ready":
+            return
+        assert self._limits is not None
+        now = self._clock()
+        for live in self._live.due():
+            event = live.end(self._limits)
+            request = live.submit(now)
+            if event is None:
+                self._post(Add(request))
+            else:
+                self._emit(live, event)
+
+    def _die(self, reason: str) -> None:
+        if self.state == "dead":
+            return
+        self.state, self.error = "dead", reason
+        streams = {live.stream for live in self._live}
+        self._live.clear()
+        for stream in streams:
+            stream.wake()
+        self._give_up_asking(reason)
+
+    def _give_up_asking(self, reason: str) -> None:
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+
+    # Messages
 
     def _post(self, message: ToEngine) -> None:
         """Send with everything else that this turn of the event loop posts."""
+        if self.state != "ready":
+            return
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
 
     def _flush(self) -> None:
         messages, self._outgoing = self._outgoing, []
-        if self.state == "ready":
-            # The high-water mark is off: this never waits, so nobody awaits the future.
-            self._socket.send(self._encoder.encode(messages))
+        if messages and self.state == "ready" and self._link is not None:
+            self._link.send(messages)
 
-    async def _listen(self) -> None:
-        decoder = msgspec.msgpack.Decoder(list[ToServer])
-        while True:
-            data = await self._socket.recv()
-            self._last_word = time.monotonic()
-            for message in decoder.decode(data):
-                self._handle(message)
-
-    def _handle(self, message: ToServer) -> None:
+    def _hear(self, message: ToServer) -> None:
+        self._last_word = self._clock()
         match message:
             case Events(events):
-                self._deliver(events)
+                for event in events:
+                    self._deliver(event)
             case Stats(number, stats):
                 self.snapshot = stats
                 if number in self._asked and not self._asked[number].done():
@@ -264,14 +314,19 @@ class EngineHandle:
                 self.failure = failure(text, param=param)
                 self._die(text)
 
-    def _deliver(self, events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            stream = self._streams.get(event.id)
-            if stream is None:
-                continue
-            if event.finish is not None:
-                del self._streams[event.id]
-            stream.push(event)
+    def _deliver(self, event: TokenEvent) -> None:
+        live = self._live.get(event.id)
+        if live is not None:
+            self._emit(live, live.take(event, self._clock()))
+            self._submit()
+
+    def _emit(self, live: Live, event: TokenEvent) -> None:
+        if event.finish is not None:
+            self._live.pop(event.id)
+        live.stream.push(event)
+
+    def _end(self, live: Live, error: str) -> None:
+        self._emit(live, TokenEvent(live.request.id, finish=Finish.ERROR, error=error))
 
     def _ready(self, info: EngineInfo) -> None:
         self.info = info
@@ -283,23 +338,8 @@ class EngineHandle:
             kv_tokens=info.kv_tokens,
             max_sweep_tokens=self._config.max_sweep_tokens,
         )
-        self.state = "ready"
-
-    async def _watch(self) -> None:
-        """Notice the end of the process within a tenth of a second."""
-        assert self._process is not None
-        while self._process.poll() is None:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(0.05)  # its last words may still be in the socket
-        self._die(f"the engine process ended with code {self._process.returncode}")
-
-    def _die(self, reason: str) -> None:
-        if self.state == "dead":
-            return
-        self.state, self.error = "dead", reason
-        streams, self._streams = set(self._streams.values()), {}
-        for stream in streams:
-            stream.wake()
-        for future in self._asked.values():
-            if not future.done():
-                future.set_exception(EngineDead(reason))
+        if self.state == "restarting":
+            took = self._clock() - self._died
+            log.warning("the engine serves again after %.1f s", took)
+        self.state, self.error = "ready", None
+        self._submit()

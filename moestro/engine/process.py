@@ -131,9 +131,10 @@ def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the server: it reads its keys again
     start = json.loads(sys.stdin.readline())
     config = Config.from_json(start["config"])
-    setup(config.log_level)
+    setup(config.log_level, "engine", form=config.log_format)
     threading.Thread(target=_die_with_server, daemon=True).start()
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)

@@ -75,7 +75,9 @@ def _check_length(request: Request, limits: Limits) -> None:
             f"prompt has {prompt} and at least {output} must be generated.",
             param="prompt",
         )
-    if prompt + output > limits.kv_tokens:
+    # The last token needs no KV of its own: whoever got so far may go on where it stopped.
+    needed = prompt if request.generated else prompt + output
+    if needed > limits.kv_tokens:
         raise ContextTooLong(
             f"This server's maximum context length is {limits.kv_tokens} tokens, as many as its "
             f"KV cache holds, but the prompt has {prompt} and at least {output} must be generated.",

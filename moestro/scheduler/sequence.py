@@ -12,7 +12,7 @@ from enum import Enum
 
 from moestro.kv_cache.prefix import Chain
 from moestro.scheduler.limits import Limits
-from moestro.types import Finish, Request, Timing, TokenLogprobs
+from moestro.types import Finish, Request, SamplingParams, Timing, TokenLogprobs
 
 
 class Status(Enum):
@@ -106,16 +106,23 @@ class Sequence:
         sampling, last = self.request.sampling, self.tokens[-1]
         if not self.outputs:
             return Finish.LENGTH  # max_tokens is 0: it came for the prompt's logprobs
-        if last in sampling.eos_token_ids or last in sampling.stop_token_ids:
-            return Finish.STOP
-        full = _full(len(self.tokens), limits)
-        return Finish.LENGTH if full or self.outputs >= sampling.max_tokens else None
+        return ending(sampling, last, self.outputs, len(self.tokens), limits)
 
     def stop_token(self) -> int | None:
         """The last token, when it ends the sequence and is no EOS."""
         sampling, last = self.request.sampling, self.tokens[-1]
         stops = last in sampling.stop_token_ids and last not in sampling.eos_token_ids
         return last if stops else None
+
+
+def ending(
+    sampling: SamplingParams, last: int, outputs: int, length: int, limits: Limits
+) -> Finish | None:
+    """Why `last`, output number `outputs` of a sequence of `length` tokens, ends it, or None."""
+    if last in sampling.eos_token_ids or last in sampling.stop_token_ids:
+        return Finish.STOP
+    full = _full(length, limits)
+    return Finish.LENGTH if full or outputs >= sampling.max_tokens else None
 
 
 def _full(length: int, limits: Limits) -> bool:

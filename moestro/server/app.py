@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,10 +21,12 @@ from moestro.server.chat import prepare_chat
 from moestro.server.chat_wire import ChatWire
 from moestro.server.completion_wire import CompletionWire
 from moestro.server.completions import prepare_completion
-from moestro.server.edge import BodyLimit, Edge, KeyCheck
+from moestro.server.edge import BodyLimit, Edge, KeyCheck, RateLimit
 from moestro.server.engine_port import Engine
+from moestro.server.keys import KeyRing
 from moestro.server.lifecycle import Lifecycle
 from moestro.server.prometheus import Metrics
+from moestro.server.rate_limit import RateLimiter
 from moestro.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -69,11 +72,18 @@ ROUTES: dict[str, tuple[Handler, tuple[str, ...], type[Wire] | None]] = {
 }
 
 
-def create_app(settings: ServerSettings, engine: Engine, text: Text) -> FastAPI:
+def create_app(
+    settings: ServerSettings,
+    engine: Engine,
+    text: Text,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> FastAPI:
     """Return the app. Starting and ending the engine is up to whoever made it.
 
     `app.state.lifecycle` is what the command line's signal handler talks to (`begin_drain`,
-    `drain`), `app.state.service` everything else.
+    `drain`), so is `app.state.keys` (`reload`), and `app.state.service` is everything else.
+    `clock` (seconds) is what rate limits go by.
     """
     _quiet_sse()
     lifecycle = Lifecycle(engine)
@@ -91,20 +101,25 @@ def create_app(settings: ServerSettings, engine: Engine, text: Text) -> FastAPI:
     )
     app.state.service = service
     app.state.lifecycle = lifecycle
+    app.state.keys = KeyRing(settings.api_key_hashes, settings.api_key_file)
     for path, (handler, methods, model) in ROUTES.items():
         for method in methods:
             _add(app, path, handler, method, model if settings.docs else None)
     app.add_exception_handler(MoestroError, problems.handle)
     app.add_exception_handler(HTTPException, problems.handle)
-    _wrap(app, settings, lifecycle, metrics)
+    limiter = RateLimiter(settings.rate_limit, clock) if settings.rate_limit else None
+    _wrap(app, settings, limiter)
+    app.add_middleware(Edge, settings=settings, lifecycle=lifecycle, record=metrics.http)
     return app
 
 
-def _wrap(app: FastAPI, settings: ServerSettings, lifecycle: Lifecycle, metrics: Metrics) -> None:
+def _wrap(app: FastAPI, settings: ServerSettings, limiter: RateLimiter | None) -> None:
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, settings=settings)
-    if settings.api_key_hashes:
-        app.add_middleware(KeyCheck, accepted=settings.api_key_hashes)
+    if limiter is not None:
+        app.add_middleware(RateLimit, limiter=limiter)
+    if app.state.keys:
+        app.add_middleware(KeyCheck, ring=app.state.keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -112,7 +127,6 @@ def _wrap(app: FastAPI, settings: ServerSettings, lifecycle: Lifecycle, metrics:
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.add_middleware(Edge, lifecycle=lifecycle, record=metrics.http)
 
 
 def _lifespan(text: Text) -> Callable[[FastAPI], Any]:

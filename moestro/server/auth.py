@@ -44,8 +44,8 @@ def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return found
 
 
-def check_key(headers: Iterable[tuple[bytes, bytes]], accepted: Sequence[bytes]) -> None:
-    """Raise `BadKey` unless the request carries one of the accepted keys.
+def check_key(headers: Iterable[tuple[bytes, bytes]], accepted: Sequence[bytes]) -> int:
+    """Which of the accepted keys the request carries, as its place. Raises `BadKey`.
 
     Every digest is compared, so that the time taken says nothing about which one matched.
     """
@@ -56,3 +56,4 @@ def check_key(headers: Iterable[tuple[bytes, bytes]], accepted: Sequence[bytes])
     matches = [hmac.compare_digest(digest, known) for known in accepted]
     if not any(matches):
         raise BadKey("The API key is not valid.")
+    return matches.index(True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moestro.errors import InvalidRequest
+from moestro.server.answer import AnswerFormat
 from moestro.server.sampling import StopRules, fit, seed_of, seed_of_choice, token_budget
 from moestro.server.schema import GenerationRequest
 from moestro.types import Request, SamplingParams
@@ -40,6 +41,7 @@ class Output:
     token_ids: bool = False
     ids_as_tokens: bool = False  # spell tokens in logprobs as "token_id:<n>"
     echo: bool = False
+    format: AnswerFormat | None = None  # how the text is taken apart; None = it is all content
     discard: bool = False  # nothing may be generated: the one token the engine makes is dropped
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moestro.errors import InvalidRequest
+from moestro.server.answer import AnswerFormat
 from moestro.server.call import Call, Draft, Prompt, check_shape, draft_of, make_call, output_of
 from moestro.server.refusals import REFUSED_CHAT, check_extra
 from moestro.server.sampling import build, choices, stop_rules, whole
@@ -14,6 +15,8 @@ from moestro.server.schema import ChatRequest, TokenizeRequest, validate
 from moestro.server.service import Service
 from moestro.server.settings import ServerSettings
 from moestro.server.template import RenderOptions
+from moestro.server.tools_choose import MARKS, NONE, reasoning_parser, tool_parser
+from moestro.server.tools_request import checked_tools, may_call, schemas_of
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -24,13 +27,16 @@ async def prepare_chat(service: Service, body: dict[str, Any], arrived: float) -
     check_extra(request.model_extra or {}, REFUSED_CHAT, service.unknown)
     model = service.model_name(request.model)
     draft = _draft(request, service)
-    options = render_options(request, service.settings, effort_variables(request))
+    form = answer_format(request, service)
+    variables = {**effort_variables(request), **tool_variables(request.tools)}
+    options = render_options(request, service.settings, variables)
     rendered = await service.text.render(
         request.messages, options, service.settings.template_timeout
     )
     ids = await service.text.encode(rendered, special=bool(request.add_special_tokens))
+    form = replace(form, opened=opened(request, rendered, form))
     return make_call(
-        draft,
+        replace(draft, output=replace(draft.output, format=form if form.stages() else None)),
         [Prompt(ids)],
         prefix="chatcmpl-",
         param="messages",
@@ -87,6 +93,57 @@ def effort_variables(request: ChatRequest) -> dict[str, Any]:
             f"'reasoning_effort' must be one of {', '.join(EFFORTS)}.", param="reasoning_effort"
         )
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def tool_variables(given: list[Any] | None) -> dict[str, Any]:
+    """Return what the template is told of the tools."""
+    tools = checked_tools(given)
+    return {"tools": tools} if tools else {}
+
+
+def answer_format(request: ChatRequest, service: Service) -> AnswerFormat:
+    """Return how the answer is taken apart. Raises when tools cannot be honoured."""
+    tools = checked_tools(request.tools)
+    callable = may_call(request.tool_choice, tools)
+    settings, template = service.settings, service.text.template
+    source = template.source if template is not None else ""
+    parser = tool_parser(settings.tool_call_parser, source, settings.model_type)
+    if tools and template is not None:
+        _check_able(source, parser if callable else None)
+    kind = reasoning_parser(settings.reasoning_parser, source, settings.model_type)
+    return AnswerFormat(
+        tools=parser,
+        reasoning=kind if request.separate_reasoning is not False else NONE,
+        callable=callable,
+        schemas=schemas_of(tools),
+        parallel=request.parallel_tool_calls is not False,
+        show_reasoning=request.include_reasoning is not False,
+    )
+
+
+def _check_able(template: str, parser: str | None) -> None:
+    if "tools" not in template:
+        raise InvalidRequest(
+            "'tools' is not supported: the chat template of this model shows no tools.",
+            param="tools",
+        )
+    if parser == NONE:
+        raise InvalidRequest(
+            "'tools' is not supported: how this model writes calls is not known here; "
+            "the server's --tool-call-parser can say, or use tool_choice 'none'.",
+            param="tools",
+        )
+
+
+def opened(request: ChatRequest, prompt: str, form: AnswerFormat) -> bool:
+    """Whether the answer begins inside the reasoning."""
+    marks = MARKS.get(form.reasoning)
+    if marks is None:
+        return False
+    last = request.messages[-1] if request.continue_final_message else None
+    content = last.get("content") if isinstance(last, dict) else None
+    left = isinstance(content, str) and marks.left_open_in(content)
+    return left or marks.opened_by(prompt)
 
 
 def render_options(

@@ -10,7 +10,9 @@ from moestro.server.generation import Generation
 from moestro.server.logprobs import Speller, chat_logprobs
 from moestro.server.reply import usage_json, usage_suffix
 from moestro.server.tokenizer import Tokenizer
+from moestro.server.tools_wire import delta_json, finish_reason, message_json
 from moestro.server.wire import dump, quote
+from moestro.types import Finish
 
 
 class ChatWire:
@@ -20,6 +22,8 @@ class ChatWire:
         self._call = call
         self._output = call.output
         self._speller = Speller(tokenizer, call.output.ids_as_tokens)
+        form = call.output.format
+        self._answers = [form.start() for _ in call.requests] if form is not None else []
         self._head = (
             f'data: {{"id":{quote(call.id)},"object":"chat.completion.chunk",'
             f'"created":{call.created},"model":{quote(call.model)},"choices":['
@@ -37,21 +41,41 @@ class ChatWire:
         return f"{self._head}{choice}{ids}{self._usage(generation)}}}\n\n"
 
     def piece(self, generation: Generation, index: int, piece: Piece) -> str:
-        """Return the content chunk, unless it would be empty, and the finish chunk at the end."""
+        """Return the chunks of what can be told, and the finish chunk at the end."""
         out = ""
-        if piece.text or piece.logprobs or (piece.ids and self._output.token_ids):
-            out = (
-                f'{self._head}{{"index":{index},"delta":{{"content":{quote(piece.text)}}},'
-                f'"logprobs":{self._logprobs(piece)},"finish_reason":null{self._ids(piece)}}}]'
+        extra = f'"logprobs":{self._logprobs(piece)},"finish_reason":null{self._ids(piece)}'
+        for delta in self._deltas(index, piece):
+            out += (
+                f'{self._head}{{"index":{index},"delta":{delta},{extra}}}]'
                 f"{self._usage(generation)}}}\n\n"
             )
+            extra = '"logprobs":null,"finish_reason":null'  # tokens ride with the first one
         if piece.finish is not None:
+            reason = self._finish(index, piece.finish)
             out += (
                 f'{self._head}{{"index":{index},"delta":{{}},"logprobs":null,'
-                f'"finish_reason":"{piece.finish.value}","stop_reason":{dump(piece.stop_reason)}}}]'
+                f'"finish_reason":"{reason}","stop_reason":{dump(piece.stop_reason)}}}]'
                 f"{self._usage(generation)}}}\n\n"
             )
         return out
+
+    def _deltas(self, index: int, piece: Piece) -> list[str]:
+        """Return the deltas' JSON; one without text where only tokens are to be told."""
+        if self._answers:
+            answer = self._answers[index]
+            told = answer.feed(piece.text)
+            if piece.finish is not None:
+                told += answer.finish()
+            deltas = [delta_json(delta) for delta in told]
+        else:
+            deltas = [f'{{"content":{quote(piece.text)}}}'] if piece.text else []
+        if not deltas and (piece.logprobs or (piece.ids and self._output.token_ids)):
+            return ['{"content":""}']
+        return deltas
+
+    def _finish(self, index: int, finish: Finish) -> str:
+        called = bool(self._answers) and self._answers[index].called
+        return finish_reason(finish, called=called)
 
     def _usage(self, generation: Generation) -> str:
         return usage_suffix(generation) if self._output.continuous_usage else ""
@@ -81,13 +105,9 @@ class ChatWire:
         assert last.finish is not None
         choice: dict[str, Any] = {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": "".join(part.text for part in parts),
-                "refusal": None,
-            },
+            "message": self._message(index, "".join(part.text for part in parts)),
             "logprobs": None,
-            "finish_reason": last.finish.value,
+            "finish_reason": self._finish(index, last.finish),
             "stop_reason": last.stop_reason,
         }
         if self._output.logprobs is not None:
@@ -96,6 +116,12 @@ class ChatWire:
         if self._output.token_ids:
             choice["token_ids"] = [token for part in parts for token in part.ids]
         return choice
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        if not self._answers:
+            return {"role": "assistant", "content": text, "refusal": None}
+        answer = self._answers[index]
+        return message_json(answer.feed(text) + answer.finish())
 
     def _logprobs(self, piece: Piece) -> str:
         if self._output.logprobs is None:

@@ -65,11 +65,12 @@ def _print(text: str, code: int) -> int:
 
 
 def _serve(words: Sequence[str]) -> Command:
-    from moestro.server.cli_serve import refuse_open_door, serve
+    from moestro.server.cli_serve import serve
+    from moestro.server.doors import check_doors
 
     parser = config_parser("moestro serve", "Answer the OpenAI API for one model.")
     config = load(config_flags(parser, words))
-    refuse_open_door(config)
+    check_doors(config)
     return lambda: serve(config)
 
 

@@ -104,7 +104,7 @@ def _synthetic(config: Config, mine: dict[str, Any]) -> Synthetic:
 
 
 def _run(plan: Plan) -> int:
-    log.setup(plan.config.log_level)
+    log.setup(plan.config.log_level, form=plan.config.log_format)
     model = resolve(plan.config)
     from moestro.engine.build import describe
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moestro.config import parse_size
+from moestro.config_values import parse_size
 from moestro.errors import ConfigError
 from moestro.server.cli_flags import Parser, config_parser, flag_of
 
@@ -19,13 +19,27 @@ from moestro.server.cli_flags import Parser, config_parser, flag_of
 OF_THE_SERVER = frozenset(
     {
         "served_model_name",
+        "accept_any_model",
+        "chat_template",
+        "chat_template_kwargs",
         "host",
         "port",
         "api_key",
+        "api_key_file",
+        "rate_limit",
         "allow_unauthenticated",
+        "cors_origins",
+        "docs",
         "max_request_body",
+        "request_timeout",
+        "send_timeout",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_keyfile_password",
+        "sse_keep_alive_interval",
         "shutdown_timeout",
         "metrics_prefix",
+        "log_requests",
     }
 )
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moestro.config import Config
+from moestro.config import SECRET, Config
 from moestro.engine.bench_figures import Bound, Counts, Measured, Phase, bound, spread, total
 from moestro.errors import ConfigError
 from moestro.server.cli_bench_flags import STDOUT
@@ -31,8 +31,7 @@ def head(kind: str, config: Config | None = None) -> dict[str, Any]:
         "machine": machine(),
     }
     if config is not None:
-        secret = {"api_key"}
-        settings = config.model_dump(mode="json", exclude_unset=True, exclude=secret)
+        settings = config.model_dump(mode="json", exclude_unset=True, exclude=set(SECRET))
         found["settings"] = settings
     return found
 

@@ -33,7 +33,7 @@ print(json.dumps({"version": torch.__version__, "gpus": gpus}))
 
 def check(config: Config) -> int:
     """Print the report; 0 when the model could be served, else the error says why."""
-    log.setup(config.log_level)
+    log.setup(config.log_level, form=config.log_format)
     for name, value in machine().items():
         print(f"{name:<10}{value}", flush=True)
     model = resolve(config)

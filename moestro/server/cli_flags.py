@@ -100,6 +100,8 @@ def metavar(name: str, field: FieldInfo) -> str:
         return "|".join(cast("tuple[str, ...]", typing.get_args(field.annotation)))
     if name in {"gpu_memory", "host_memory", "max_request_body"}:
         return "SIZE"
+    if name == "chat_template_kwargs":
+        return "JSON"
     kinds = {int: "N", float: "SECONDS", str: "TEXT"}
     kind = str(field.annotation)
     if "Path" in kind:

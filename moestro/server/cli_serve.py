@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import socket
 
 import uvicorn
@@ -23,15 +22,17 @@ from moestro.server.app import create_app
 from moestro.server.auth import hash_key
 from moestro.server.cli_model import Model, resolve
 from moestro.server.cli_show import TICK, memory_table, show_loading
-from moestro.server.cli_stop import HttpServer, Stop
+from moestro.server.cli_stop import HttpServer, Stop, on_hangup
+from moestro.server.doors import read_template, tls_options
 from moestro.server.engine_port import DEAD, READY
 from moestro.server.settings import GenerationDefaults, ServerSettings, serve_options
 from moestro.server.text import Text
+from moestro.server.tools_choose import model_type
 
 
 def serve(config: Config) -> int:
     """Serve until a signal asks to stop. Returns 0, or raises the MoestroError that ended it."""
-    log.setup(config.log_level)
+    log.setup(config.log_level, form=config.log_format)
     model = resolve(config)
     with (
         listen(config.host, config.port) as door,
@@ -47,9 +48,22 @@ def server_settings(config: Config, model: Model) -> ServerSettings:
         served_model_names=model.names,
         model_path=str(model.path),
         api_key_hashes=tuple(hash_key(key) for key in config.api_key),
+        api_key_file=config.api_key_file,
+        rate_limit=config.rate_limit,
+        request_timeout=config.request_timeout,
         defaults=GenerationDefaults.from_checkpoint(model.path),
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        model_type=model_type(model.path),
+        chat_template_kwargs=config.chat_template_kwargs or {},
+        accept_any_model=config.accept_any_model,
+        cors_origins=config.cors_origins,
+        docs=config.docs,
         max_request_body=config.max_request_body,
+        send_timeout=config.send_timeout,
+        ping_interval=config.sse_keep_alive_interval,
         metrics_prefix=config.metrics_prefix,
+        log_requests=config.log_requests,
     )
 
 
@@ -58,15 +72,17 @@ async def _serve(config: Config, model: Model, door: socket.socket) -> None:
     try:
         await engine.start()
         # The engine's process loads weights while this one loads the tokenizer.
-        text = await asyncio.to_thread(Text.from_checkpoint, model.path)
+        template = read_template(config.chat_template)
+        text = await asyncio.to_thread(Text.from_checkpoint, model.path, chat_template=template)
         with contextlib.closing(text):
             app = create_app(server_settings(config, model), engine, text)
             # A lifespan would be cancelled, with a traceback, by a second signal; its only task,
             # to close the text, is done here.
-            options = serve_options() | {"lifespan": "off"}
+            options = serve_options() | tls_options(config) | {"lifespan": "off"}
             server = HttpServer(uvicorn.Config(app, **options))
             stop = Stop(server, app.state.lifecycle.drain, config.shutdown_timeout)
-            with stop.on_signals():
+            reload = app.state.keys.reload if config.api_key_file else None
+            with stop.on_signals(), on_hangup(reload):
                 await _answer(engine, server, stop, model, door)
     finally:
         await engine.aclose()
@@ -81,7 +97,7 @@ async def _answer(
     try:
         if await until_ready(engine, serving):
             gc.freeze()  # what exists now stays; the collector's full passes would delay streams
-            announce(engine, model, door)
+            announce(engine, model, door, "https" if server.config.is_ssl else "http")
             await until_over(engine, serving, stop)
     finally:
         server.should_exit = True
@@ -118,34 +134,14 @@ def _raise_if_dead(engine: EngineHandle) -> None:
         raise engine.failure or EngineDead(engine.error or "the engine has ended")
 
 
-def announce(engine: EngineHandle, model: Model, door: socket.socket) -> None:
+def announce(engine: EngineHandle, model: Model, door: socket.socket, scheme: str) -> None:
     """Print where memory went and where to send requests."""
     info = engine.info
     if info is not None:
         print(memory_table(info.memory, info.notes))
     host, port = door.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"Moestro is ready on http://{shown}:{port} (model {model.names[0]})", flush=True)
-
-
-def refuse_open_door(config: Config) -> None:
-    """Raise ConfigError when other machines could use the model without a key."""
-    if config.api_key or config.allow_unauthenticated or is_loopback(config.host):
-        return
-    raise ConfigError(
-        f"--host {config.host} lets other machines in: set --api-key, or --allow-unauthenticated "
-        "to let anyone use the model",
-        param="host",
-    )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. False for a name that cannot be looked up."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)
+    print(f"Moestro is ready on {scheme}://{shown}:{port} (model {model.names[0]})", flush=True)
 
 
 def listen(host: str, port: int) -> socket.socket:

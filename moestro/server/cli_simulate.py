@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moestro.config import parse_size
+from moestro.config_values import parse_size
 from moestro.errors import ConfigError
 from moestro.server.cli_flags import Parser
 

@@ -1,4 +1,4 @@
-"""How the server stops: what the signals do and when uvicorn is told to end.
+"""What the signals do: how the server stops, and when uvicorn is told to end.
 
 Does not own what a draining server answers and how live calls end (`server.lifecycle`).
 """
@@ -73,3 +73,17 @@ class Stop:
         if not await self._drain(self._grace):
             logger.warning("some requests did not finish within --shutdown-timeout and were ended")
         self._server.should_exit = True
+
+
+@contextlib.contextmanager
+def on_hangup(reload: Callable[[], None] | None) -> Generator[None, None, None]:
+    """While inside, SIGHUP calls `reload`; without one it ends the process, as it always does."""
+    if reload is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)

@@ -5,6 +5,7 @@ Owns: roles, content parts, tool calls in a history. Does not own: the template 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,3 +117,29 @@ def _arguments(arguments: Any) -> Any:
         return msgspec.json.decode(arguments) if arguments.strip() else {}
     except (msgspec.DecodeError, RecursionError, ValueError):
         return arguments
+
+
+def with_thinking(message: Message) -> Message:
+    """Return the message with its reasoning under the name that harmony's template knows.
+
+    That template refuses reasoning beside content in a message with calls: the content stays.
+    """
+    if "reasoning" not in message or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": message["reasoning"]}
+
+
+def in_texts(message: Message) -> Message:
+    """Return the message with the arguments of its calls as JSON text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_in_text(call) for call in calls]}
+
+
+def _in_text(call: Message) -> Message:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -109,8 +109,11 @@ class StreamDetokenizer:
     of the whole text is taken, so what was already given out stays a prefix.
     """
 
-    def __init__(self, backend: Backend, *, skip_special: bool) -> None:
+    def __init__(
+        self, backend: Backend, *, skip_special: bool, hidden: frozenset[int] = frozenset()
+    ) -> None:
         self._backend = backend
+        self._hidden = hidden  # tokens without text
         self._skip = skip_special
         self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special)
         self._ids: list[int] = []
@@ -119,6 +122,8 @@ class StreamDetokenizer:
 
     def push(self, token: int) -> str:
         """See `Detokenizer`."""
+        if token in self._hidden:
+            return ""
         self._ids.append(token)
         text = self._step(token)
         self._waiting = not text

@@ -16,16 +16,21 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moestro.errors import BadKey, BodyTimeout, BodyTooLarge, MoestroError
-from moestro.server.auth import OPEN_PATHS, check_key
+from moestro.errors import BadKey, BodyTimeout, BodyTooLarge, MoestroError, RateLimited
+from moestro.log import about
+from moestro.server.auth import OPEN_PATHS
+from moestro.server.keys import Key, KeyRing
 from moestro.server.lifecycle import Lifecycle
 from moestro.server.problems import response_of
+from moestro.server.rate_limit import RateLimiter
 from moestro.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH"})
 REQUEST_ID = "moestro.request_id"  # scope key; a handler may put the client's label there
+KEY = "moestro.key"  # scope key; the `keys.Key` that the request carries
+LOGGED = 4096  # bytes of a body that --log-requests shows
 LINGER = 1.0  # seconds of an oversized body read and dropped, so that the client sees the 413
 
 HttpRecord = Callable[[str, str, int, float], None]
@@ -50,8 +55,11 @@ def header(scope: Scope, name: bytes) -> str | None:
 class Edge:
     """Outermost: gives every reply its id and turns what escapes into an error object."""
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, record: HttpRecord) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, lifecycle: Lifecycle, record: HttpRecord
+    ) -> None:
         self._app = app
+        self._log_requests = settings.log_requests
         self._lifecycle = lifecycle
         self._record = record
 
@@ -61,6 +69,8 @@ class Edge:
             await self._app(scope, receive, send)
             return
         sent = _Sent(scope, send, self._lifecycle)
+        body = _Overheard(receive) if self._log_requests else None
+        receive = body or receive
         try:
             if scope["path"] in OPEN_PATHS:
                 await self._guarded(scope, receive, sent)
@@ -74,6 +84,8 @@ class Edge:
                 sent.status,
                 time.monotonic() - sent.started,
             )
+            if body is not None:
+                _log_request(scope, sent, body.text())
 
     async def _guarded(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
         try:
@@ -83,14 +95,59 @@ class Edge:
                 raise
             await response_of(error)(scope, receive, sent)
         except ClientDisconnect:
-            log.debug("a client left before its request was complete")
+            log.debug(
+                "a client left before its request was complete", extra=about(scope[REQUEST_ID])
+            )
         except Exception as exc:
             # The text of the exception may hold what the user wrote: log where, not what.
             trace = "".join(traceback.format_tb(exc.__traceback__))
-            log.error("unexpected %s while answering a request\n%s", type(exc).__name__, trace)
+            log.error(
+                "unexpected %s while answering a request",
+                type(exc).__name__,
+                extra=about(scope[REQUEST_ID], trace),
+            )
             if sent.status:
                 raise MoestroError("The reply was cut by an internal error.") from None
             await response_of(MoestroError("Internal error."))(scope, receive, sent)
+
+
+def _log_request(scope: Scope, sent: _Sent, body: str) -> None:
+    key: Key | None = scope.get(KEY)
+    who = f" by {key.name}" if key is not None and key.name else ""
+    took = time.monotonic() - sent.started
+    log.info(
+        "%s %r%s: %s in %.3f s%s",
+        scope["method"],
+        scope["path"][:LOGGED],
+        who,
+        sent.status or "left",
+        took,
+        f": {body}" if body else "",
+        extra=about(scope[REQUEST_ID]),
+    )
+
+
+class _Overheard:
+    """A `receive` that keeps the start of the body."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._start = b""
+        self._total = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        piece = message.get("body", b"")
+        self._total += len(piece)
+        self._start += piece[: LOGGED - len(self._start)]
+        return message
+
+    def text(self) -> str:
+        """The body on one line; what does not fit is counted."""
+        text = self._start.decode("utf-8", "replace")
+        shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+        rest = self._total - len(self._start)
+        return f"{shown} ... {rest} more bytes" if rest else shown
 
 
 class _Sent:
@@ -126,22 +183,52 @@ class _Sent:
 class KeyCheck:
     """Refuses requests without an accepted key, before their body is read."""
 
-    def __init__(self, app: ASGIApp, accepted: tuple[bytes, ...]) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
         self._app = app
-        self._accepted = accepted
+        self._ring = ring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI call."""
-        if scope["type"] == "http" and self._guards(scope):
+        if guarded(scope):
             try:
-                check_key(scope["headers"], self._accepted)
+                scope[KEY] = self._ring.find(scope["headers"])
             except BadKey as error:
                 await response_of(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _guards(self, scope: Scope) -> bool:
-        return scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS"
+
+def guarded(scope: Scope) -> bool:
+    """Whether this is a request that keys and rate limits are for."""
+    if scope["type"] != "http":
+        return False
+    return scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS"
+
+
+class RateLimit:
+    """Refuses a client that asks too often, before its body is read. Stands inside `KeyCheck`."""
+
+    def __init__(self, app: ASGIApp, limiter: RateLimiter) -> None:
+        self._app = app
+        self._limiter = limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI call."""
+        if guarded(scope):
+            try:
+                self._limiter.take(_client(scope))
+            except RateLimited as error:
+                await response_of(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _client(scope: Scope) -> bytes:
+    key: Key | None = scope.get(KEY)
+    if key is not None:
+        return key.digest
+    host, _ = scope.get("client") or ("", 0)
+    return str(host).encode()
 
 
 class BodyLimit:

@@ -65,6 +65,7 @@ TIERS: dict[str, Callable[[ExpertStats], TierStats]] = {
 def engine_families(engine: Engine, prefix: str, own: Own, totals: Totals) -> Iterator[Metric]:
     """Yield the families that describe the engine."""
     stats = engine.snapshot
+    totals.begin_life(engine.restarts)
     for name, (text, read) in GAUGES.items():
         gauge = GaugeMetricFamily(prefix + name, text, labels=LABELS)
         gauge.add_metric(own, read(stats))
@@ -77,6 +78,11 @@ def engine_families(engine: Engine, prefix: str, own: Own, totals: Totals) -> It
     yield from _tiers(stats.experts, prefix, own, totals)
     yield _fetch_latency(stats.experts, prefix, own, totals)
     yield _cache_config(engine, stats, prefix, own)
+    restarts = CounterMetricFamily(
+        prefix + "engine_restarts", "Times the engine process was started again.", labels=LABELS
+    )
+    restarts.add_metric(own, engine.restarts)
+    yield restarts
     ready = GaugeMetricFamily(prefix + "engine_ready", "1 when the engine serves.", labels=LABELS)
     ready.add_metric(own, float(engine.state == READY and not engine.stalled))
     yield ready

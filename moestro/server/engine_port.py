@@ -16,6 +16,7 @@ from moestro.types import Request, TokenEvent
 
 LOADING = "loading"
 READY = "ready"
+RESTARTING = "restarting"  # it died; what lives waits for the next one
 DEAD = "dead"
 
 
@@ -41,7 +42,7 @@ class Stream(Protocol):
     def batches(self) -> AsyncIterator[list[TokenEvent]]:
         """Yield everything pending, never an empty list; end when every sequence has finished.
 
-        Raises `EngineDead` when the engine is gone for good.
+        Waits while the engine is restarted. Raises `EngineDead` when it is gone for good.
         """
         ...
 
@@ -55,17 +56,17 @@ class Engine(Protocol):
 
     @property
     def state(self) -> str:
-        """`LOADING`, `READY` or `DEAD`."""
+        """`LOADING`, `READY`, `RESTARTING` or `DEAD`."""
         ...
 
     @property
     def progress(self) -> tuple[str, int, int]:
-        """(stage, done, total) of loading."""
+        """(stage, done, total) of loading, the first time or again."""
         ...
 
     @property
     def error(self) -> str | None:
-        """Why the engine is dead."""
+        """Why the engine is dead or restarted."""
         ...
 
     @property
@@ -79,6 +80,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def restarts(self) -> int:
+        """How often the engine was started again."""
+        ...
+
+    @property
     def snapshot(self) -> EngineStats:
         """The latest statistics, without waiting."""
         ...
@@ -88,7 +94,7 @@ class Engine(Protocol):
         ...
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Admit all of the requests or none.
+        """Admit all of the requests or none. While the engine is restarted they queue.
 
         Raises `ContextTooLong`, `InvalidRequest`, `QueueFull` or `Unavailable`, with nothing sent.
         """

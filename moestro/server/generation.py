@@ -61,7 +61,9 @@ class Generation:
     def _choice(self) -> ChoiceText:
         output = self.call.output
         detokenizer = self.tokenizer.detokenizer(
-            skip_special=output.skip_special, continuing=output.continuing
+            skip_special=output.skip_special,
+            continuing=output.continuing,
+            keep=output.format.keep if output.format is not None else frozenset(),
         )
         return ChoiceText(detokenizer, output.stops, detailed=output.detailed)
 

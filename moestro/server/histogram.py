@@ -84,6 +84,15 @@ class Totals:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
         self._base: dict[str, float] = {}
+        self._life = 0
+
+    def begin_life(self, number: int) -> None:
+        """Say which engine the values are of from now on: a new one has counted from zero."""
+        if number != self._life:
+            self._life = number
+            for name, last in self._last.items():
+                self._base[name] = self._base.get(name, 0.0) + last
+            self._last.clear()
 
     def of(self, name: str, value: float) -> float:
         """Return the total over all engine lives, given the present one's."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moestro.errors import EngineDead, Unavailable
-from moestro.server.engine_port import DEAD, READY, Engine
+from moestro.server.engine_port import DEAD, READY, RESTARTING, Engine
 
 
 class Lifecycle:
@@ -40,11 +40,13 @@ class Lifecycle:
         assert self.live == 0, f"{self.live} calls still open"
 
     def verdict(self) -> str:
-        """Return "ok", "draining", "dead", "loading" or "stalled"."""
+        """Return "ok", "draining", "dead", "loading", "restarting" or "stalled"."""
         if self._engine.state == DEAD:
             return "dead"
         if self.draining:
             return "draining"
+        if self._engine.state == RESTARTING:
+            return "restarting"
         if self._engine.state != READY:
             return "loading"
         return "stalled" if self._engine.stalled else "ok"

@@ -53,7 +53,7 @@ async def health(_request: Request, service: Service) -> Response:
     if verdict == "ok":
         return reply({"status": "ok"})
     body: dict[str, Any] = {"status": verdict}
-    if verdict == "loading":
+    if verdict in ("loading", "restarting"):
         stage, done, total = service.engine.progress
         progress = round(done / total, 4) if total else 0.0
         body |= {"stage": stage, "done": done, "total": total, "progress": progress}
@@ -85,6 +85,7 @@ async def stats(_request: Request, service: Service) -> Response:
         "state": engine.state,
         "error": engine.error,
         "stalled": engine.stalled,
+        "restarts": engine.restarts,
         "draining": service.lifecycle.draining,
         "live_calls": service.lifecycle.live - 1,  # besides this one
         "info": engine.info,

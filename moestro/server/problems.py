@@ -8,7 +8,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moestro.errors import BadKey, BodyTimeout, BodyTooLarge, MoestroError, NotFound, Unavailable
+from moestro.errors import (
+    BadKey,
+    BodyTimeout,
+    BodyTooLarge,
+    MoestroError,
+    NotFound,
+    RateLimited,
+    Unavailable,
+)
 from moestro.server.wire import dump, reply
 
 KINDS = {404: "not_found_error"}
@@ -59,14 +67,15 @@ def _body(message: str, kind: str, param: str | None, code: str | int | None) ->
 
 
 def _headers(error: MoestroError) -> dict[str, str]:
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable | RateLimited):
         return {"retry-after": str(error.retry_after)}
     if isinstance(error, BadKey):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, BodyTooLarge | BodyTimeout):
         # The rest of the body is not read, so this connection cannot carry another request.
         return {"connection": "close"}
-    if error.status == 500:
-        # Clients repeat 5xx by themselves; a prompt that broke a step would break it again.
+    if error.status in (500, 504):
+        # Clients repeat 5xx by themselves; a prompt that broke a step would break it again, and
+        # one that took too long would only make the others wait.
         return {"x-should-retry": "false"}
     return {}

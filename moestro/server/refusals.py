@@ -17,13 +17,15 @@ log = logging.getLogger(__name__)
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
 GRAMMAR = "constrained output is not available in this version"
-TOOLS = "tool calling is not available in this version"
+TOOLS = "tools belong to /v1/chat/completions"
+OLD_TOOLS = "use tools and tool_choice"
+REASONING = "reasoning is told apart on /v1/chat/completions"
 
 REFUSED: Refused = {
     "tools": (([],), TOOLS),
-    "functions": (([],), TOOLS),
+    "functions": (([],), OLD_TOOLS),
     "tool_choice": (("none", "auto"), TOOLS),
-    "function_call": (("none", "auto"), TOOLS),
+    "function_call": (("none", "auto"), OLD_TOOLS),
     "response_format": (({"type": "text"},), f"only {{'type': 'text'}}: {GRAMMAR}"),
     "structured_outputs": ((), GRAMMAR),
     "structural_tag": ((), GRAMMAR),
@@ -46,10 +48,10 @@ REFUSED: Refused = {
     "prompt_embeds": ((), "embeddings cannot be sent as a prompt"),
     "input_ids": ((), "send token ids as the prompt of /v1/completions"),
     "audio": ((), "this server answers with text only"),
-    "thinking_token_budget": ((), "reasoning is not told apart in this version"),
-    "include_reasoning": ((True,), "reasoning is not told apart in this version"),
-    "separate_reasoning": ((False,), "reasoning is not told apart in this version"),
-    "stream_reasoning": ((True, False), "reasoning is not told apart in this version"),
+    "thinking_token_budget": ((), "a budget for reasoning is not available in this version"),
+    "include_reasoning": ((True,), REASONING),
+    "separate_reasoning": ((False,), REASONING),
+    "stream_reasoning": ((True, False), REASONING),
     "stream_interval": ((1,), "every batch of tokens is sent at once"),
     "return_prompt_token_ids": ((False,), "use return_token_ids"),
     "no_stop_trim": ((False,), "use include_stop_str_in_output"),

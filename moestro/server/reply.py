@@ -18,7 +18,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from moestro.errors import MoestroError
+from moestro.log import about
 from moestro.server.choice import Piece
+from moestro.server.deadline import Deadline
+from moestro.server.edge import REQUEST_ID
 from moestro.server.generation import Generation, Usage
 from moestro.server.problems import event_of
 from moestro.server.settings import ServerSettings
@@ -105,8 +108,15 @@ async def collect(generation: Generation, wire: Wire) -> Response:
 class TokenStream(EventSourceResponse):
     """A streamed reply. Holds the generation from the first byte to the last, whatever happens."""
 
-    def __init__(self, generation: Generation, wire: Wire, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        wire: Wire,
+        settings: ServerSettings,
+        deadline: Deadline | None = None,
+    ) -> None:
         self._generation = generation
+        self._deadline = deadline
         self._wire = wire
         self._seen: set[int] = set()  # choices that were introduced
         self._patience = settings.send_timeout
@@ -114,6 +124,7 @@ class TokenStream(EventSourceResponse):
         self._sender: asyncio.Task[Any] | None = None
         self._stalled = False
         self._timer: asyncio.TimerHandle | None = None
+        self._request_id: str | None = None
         super().__init__(
             self._events(),
             headers={"cache-control": "no-cache"},
@@ -124,12 +135,17 @@ class TokenStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; the engine's side is released even when nothing was ever sent."""
+        self._request_id = scope.get(REQUEST_ID)
         async with self._generation:
             try:
                 self._look()
                 await super().__call__(scope, receive, send)
             except SendTimeoutError:
-                log.info("a client took nothing for %g s: its stream was ended", self._patience)
+                log.info(
+                    "a client took nothing for %g s: its stream was ended",
+                    self._patience,
+                    extra=about(self._request_id),
+                )
             finally:
                 if self._timer is not None:
                     self._timer.cancel()
@@ -137,6 +153,9 @@ class TokenStream(EventSourceResponse):
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         # One timer for the whole stream: the library's cancel scope around every single send
         # costs more than all the rest of a chunk.
+        if self._since:  # a keep-alive comment behind a piece that is not taken: that one counts
+            await send(message)
+            return
         self._sender = asyncio.current_task()
         self._since = time.monotonic()
         try:
@@ -162,7 +181,8 @@ class TokenStream(EventSourceResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         """Yield SSE bytes: one write per batch, the end marker in the same write as the last."""
         try:
-            async for batch in self._generation.pieces():
+            pieces = self._generation.pieces()
+            async for batch in self._deadline.each(pieces) if self._deadline else pieces:
                 data = self._render(batch)
                 if data:
                     yield data
@@ -171,7 +191,11 @@ class TokenStream(EventSourceResponse):
         except Exception as exc:
             # The text of the exception may hold what the user wrote: log where, not what.
             trace = "".join(traceback.format_tb(exc.__traceback__))
-            log.error("unexpected %s in a stream\n%s", type(exc).__name__, trace)
+            log.error(
+                "unexpected %s in a stream",
+                type(exc).__name__,
+                extra=about(self._request_id, trace),
+            )
             yield event_of(MoestroError("Internal error.")) + DONE
 
     def _render(self, batch: list[tuple[int, Piece]]) -> bytes:

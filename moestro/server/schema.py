@@ -75,6 +75,11 @@ class ChatRequest(GenerationRequest):
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[Str, Any] | None = None
     reasoning_effort: Str | None = None
+    include_reasoning: Bool | None = None
+    separate_reasoning: Bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Bool | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -95,6 +100,7 @@ class TokenizeRequest(Wire):
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[Str, Any] | None = None
+    tools: list[Any] | None = None
     return_token_strs: Bool | None = None
 
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from moestro.engine.messages import EngineInfo
 from moestro.errors import MoestroError, Unavailable
 from moestro.server.call import Call
+from moestro.server.deadline import Deadline
 from moestro.server.edge import REQUEST_ID, header, label_of
 from moestro.server.engine_port import Engine
 from moestro.server.generation import Generation
@@ -97,6 +98,19 @@ async def answer(
     except MoestroError as error:
         service.metrics.rejected(error.code)
         raise
+    deadline = Deadline(arrived, service.settings.request_timeout)
+    async with deadline.hold():
+        return await _admitted(request, service, prepare, make_wire, arrived, deadline)
+
+
+async def _admitted(
+    request: Request,
+    service: Service,
+    prepare: Prepare,
+    make_wire: MakeWire,
+    arrived: float,
+    deadline: Deadline,
+) -> Response:
     body = await body_of(request)
 
     async def prepared() -> Call:
@@ -107,7 +121,7 @@ async def answer(
         generation = Generation(call, service.text.tokenizer, service.metrics)
         wire = make_wire(call, service.text.tokenizer)
         if call.output.stream:
-            stream = TokenStream(generation, wire, service.settings)
+            stream = TokenStream(generation, wire, service.settings, deadline)
             generation.open(service.engine)
             return stream
         generation.open(service.engine)

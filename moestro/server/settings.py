@@ -85,9 +85,20 @@ class ServerSettings:
     """Shown as `root` in the model list."""
     api_key_hashes: tuple[bytes, ...] = ()
     """SHA-256 digests of the accepted keys (see `auth.hash_key`); empty = no key needed."""
+    api_key_file: Path | None = None
+    """More keys; see `keys.KeyRing`."""
+    rate_limit: int | None = None
+    """Requests a minute for each key, or for each client address when there are no keys."""
+    request_timeout: float = 0.0
+    """A generating request that takes longer, waiting included, is ended; 0 = none is."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Passed to every chat template; a request's `chat_template_kwargs` wins."""
+    tool_call_parser: str = "auto"
+    """A name from `tools_choose`; so is `reasoning_parser`."""
+    reasoning_parser: str = "auto"
+    model_type: str = ""
+    """The checkpoint's family, for a choice of parsers that the chat template leaves open."""
     accept_any_model: bool = False
     """Serve a request whatever model it names, instead of answering 404."""
     max_request_body: int = 32 * 1024 * 1024
@@ -107,6 +118,8 @@ class ServerSettings:
     ping_interval: float = 0.0
     """Seconds between comment lines in a silent stream; 0 = none: some benchmarks break on them."""
     metrics_prefix: str = "moestro:"
+    log_requests: bool = False
+    """Log every request, and the bodies of those that have one."""
     docs: bool = True
     """Serve /docs and /openapi.json."""
     cors_origins: tuple[str, ...] = ()

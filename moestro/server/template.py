@@ -22,7 +22,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moestro.errors import InvalidRequest, ModelError
-from moestro.server.conversation import Message, normalise
+from moestro.server.conversation import Message, in_texts, normalise, with_thinking
 
 MAX_MESSAGE = 500  # characters of a template's own error
 MAX_PROMPT = 64 * 1024 * 1024  # characters; a template that writes more is looping
@@ -60,13 +60,16 @@ class ChatTemplate:
     ) -> None:
         self._special = dict(special_tokens)
         self._seconds = seconds
+        self.source = source
         self.developer_role = "developer" in source
+        self._thinking = "message.thinking" in source
         self.problem: str | None = None
         try:
             self._template = environment().from_string(source)
         except jinja2.TemplateSyntaxError as exc:
             self.problem = f"{exc.message} (line {exc.lineno})"
         self._parts = self.problem is None and self._wants_parts()
+        self._texts = self.problem is None and "arguments" in source and self._wants_texts()
 
     def render(self, messages: Sequence[Any], options: RenderOptions) -> str:
         """Return the prompt. Raises `InvalidRequest` with the template's own words."""
@@ -91,6 +94,8 @@ class ChatTemplate:
 
     def _run(self, messages: list[Message], options: RenderOptions) -> str:
         shown = [_in_parts(m) for m in messages] if self._parts else messages
+        shown = [in_texts(m) for m in shown] if self._texts else shown
+        shown = [with_thinking(m) for m in shown] if self._thinking else shown
         variables = {
             **self._special,
             "tools": None,
@@ -127,8 +132,22 @@ class ChatTemplate:
         message: Message = {"role": "user", "content": mark}
         return not self._shows(message, mark) and self._shows(_in_parts(message), mark)
 
-    def _shows(self, message: Message, mark: str) -> bool:
-        variables = {**self._special, "messages": [message], "add_generation_prompt": True}
+    def _wants_texts(self) -> bool:
+        """Most templates write the object of a call's arguments; some want its JSON text."""
+        mark = secrets.token_hex(8)
+        function = {"name": "f", "arguments": {"p": mark}}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        message: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        user: Message = {"role": "user", "content": "x"}
+        shown = f'"{mark}"'  # a template without a filter shows Python's quotes
+        return not self._shows(message, shown, user) and self._shows(in_texts(message), shown, user)
+
+    def _shows(self, message: Message, mark: str, *before: Message) -> bool:
+        variables = {
+            **self._special,
+            "messages": [*before, message],
+            "add_generation_prompt": True,
+        }
         try:
             return mark in self._bounded(variables)
         except Exception:

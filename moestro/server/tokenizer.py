@@ -38,6 +38,7 @@ class Tokenizer:
         _mark_special(backend, self.special_tokens)
         _set_edges(backend, config or {}, self.special_tokens)
         self._table = byte_table(backend)
+        self._kept: dict[frozenset[str], list[bytes]] = {}  # one for each set of markers
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @staticmethod
@@ -68,16 +69,42 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.push_many(ids) + detokenizer.flush()
 
-    def detokenizer(self, *, skip_special: bool, continuing: bool = False) -> Detokenizer:
+    def detokenizer(
+        self,
+        *,
+        skip_special: bool,
+        continuing: bool = False,
+        keep: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
         """Return a decoder for one sequence.
 
         `continuing` keeps the leading space that some decoders strip: text that goes on after a
-        prompt needs it, an answer of its own does not.
+        prompt needs it, an answer of its own does not. `keep` are special tokens that have text
+        all the same: the markers that a parser looks for.
         """
         if self._table is None:
-            return StreamDetokenizer(self._backend, skip_special=skip_special)
-        table = self._table.plain if skip_special else self._table.visible
+            hidden = self._special_but(keep) if keep and skip_special else frozenset()
+            skip = skip_special and not keep
+            return StreamDetokenizer(self._backend, skip_special=skip, hidden=hidden)
+        table = self._plain(keep) if skip_special else self._table.visible
         return ByteDetokenizer(table, 0 if continuing else self._table.strip)
+
+    def _plain(self, keep: frozenset[str]) -> list[bytes]:
+        assert self._table is not None
+        if not keep:
+            return self._table.plain
+        if keep not in self._kept:
+            table = list(self._table.plain)
+            for name in keep:
+                token = self._backend.token_to_id(name)
+                if token is not None:
+                    table[token] = name.encode()
+            self._kept[keep] = table
+        return self._kept[keep]
+
+    def _special_but(self, keep: frozenset[str]) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(i for i, t in added.items() if t.special and t.content not in keep)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for, possibly half a character."""

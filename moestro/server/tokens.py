@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moestro.errors import InvalidRequest
-from moestro.server.chat import render_options
+from moestro.server.chat import render_options, tool_variables
 from moestro.server.completions import check_ids
 from moestro.server.refusals import REFUSED, check_extra
 from moestro.server.schema import DetokenizeRequest, TokenizeRequest, validate
@@ -41,7 +41,7 @@ async def _texts(wanted: TokenizeRequest, service: Service) -> tuple[list[str], 
     if (wanted.prompt is None) == (wanted.messages is None):
         raise InvalidRequest("Send either 'prompt' or 'messages'.", param="prompt")
     if wanted.messages is not None:
-        options = render_options(wanted, service.settings, {})
+        options = render_options(wanted, service.settings, tool_variables(wanted.tools))
         text = await service.text.render(
             wanted.messages, options, service.settings.template_timeout
         )

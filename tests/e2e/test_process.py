@@ -32,7 +32,15 @@ async def stream(server: Served, story: Story, tokens: int = 8000) -> wire.Reply
     return reply
 
 
-async def test_a_killed_engine_is_told_at_once(server: Served, story: Story) -> None:
+@pytest.fixture
+def last_engine(story: Story, tmp_path: Path) -> Iterator[Served]:
+    """A server that starts no second engine."""
+    with serve(story.folder, "--engine-restarts", "0", log=tmp_path / "log") as served:
+        yield served
+
+
+async def test_a_killed_engine_is_told_at_once(last_engine: Served, story: Story) -> None:
+    server = last_engine
     live = await stream(server, story)
     body = story.completion("alphabet", **FOR_EVER)
     waiting = asyncio.create_task(wire.ask(server.port, "/v1/completions", body))

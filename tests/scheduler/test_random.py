@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 f"r{self.count}", prompt, max_tokens, priority=priority, salt=salt, **asked, **asks
             )
         except ContextTooLong:
-            output = min(1, max_tokens)
+            output = 0 if asked["generated"] else min(1, max_tokens)
             assert len(prompt + asked["generated"]) + output > self.harness.limits.kv_tokens
 
     @rule(prompt=PROMPTS, choices=st.integers(2, 4), max_tokens=st.integers(1, 8))

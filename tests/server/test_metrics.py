@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from moestro.server.histogram import Totals
 from moestro.stats import EngineStats, ExpertStats, KVStats, SchedulerStats, TierStats
 from tests.server.conftest import Make
 from tests.server.metrics import samples, series
@@ -39,6 +40,7 @@ async def test_case_48_counters_never_decrease(make: Make) -> None:
             await server.chat(n=2)
             if round == 3:  # the engine process was restarted and counts from zero
                 server.engine.totals = EngineStats()
+                server.engine.restarts += 1
             now = await samples(server)
             for name, value in now.items():
                 if re.search(r"_(total|count|bucket)\{", name):
@@ -46,6 +48,16 @@ async def test_case_48_counters_never_decrease(make: Make) -> None:
             last = now
         # What the old process did after the last look at it is lost with it.
         assert last[series("generation_tokens_total")] == 5 * 2 * 6
+        assert last[series("engine_restarts_total")] == 1
+
+
+def test_a_new_engine_that_outran_the_old_one_adds_to_it() -> None:
+    totals = Totals()
+    assert totals.of("tokens", 10) == 10
+    totals.begin_life(1)
+    assert totals.of("tokens", 30) == 40
+    totals.begin_life(1)
+    assert totals.of("tokens", 31) == 41
 
 
 async def test_metrics_of_requests(make: Make) -> None:

@@ -35,6 +35,10 @@ async def test_case_47_health_tells_the_truth(make: Make) -> None:
                 "total": 4,
                 "progress": 0.25,
             }
+        server.engine.state = "restarting"
+        response = await server.client.get("/health")
+        assert (response.status_code, response.json()["status"]) == (503, "restarting")
+        assert response.json()["progress"] == 0.25
         server.engine.state, server.engine.stalled = "ready", True
         assert (await server.client.get("/health")).json() == {"status": "stalled"}
         server.engine.stalled = False

@@ -1,0 +1,234 @@
+"""The engine process is killed in the middle of streams, and no client can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.oracle import tiny, wire
+from tests.oracle.serving import Served, is_idle, serve
+
+PATIENCE = 60.0
+TOKENS = 200
+LONG = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "logprobs": 2}
+HOT = {"temperature": 0.9, "seed": 7}
+PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.1}
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": LONG | {"temperature": 0},
+    "seeded": LONG | HOT,
+    "filtered": LONG | HOT | {"top_k": 20, "top_p": 0.8, "logit_bias": {"70": 3}},
+    "penalties": LONG | HOT | PENALTIES,
+    "greedy penalties": LONG | PENALTIES | {"temperature": 0},
+    "several": LONG | HOT | {"n": 3},
+    "ends by itself": LONG | HOT | {"min_tokens": 120, "stop_token_ids": list(range(100, 140))},
+    "echo": LONG | HOT | {"echo": True},
+    "whole": LONG | HOT | {"stream": False, "n": 2},
+    "usage": {k: v for k, v in LONG.items() if k != "logprobs"}
+    | HOT
+    | {"stream_options": {"include_usage": True}},
+}
+
+
+@dataclass
+class Choice:
+    """What came of one choice."""
+
+    text: str = ""
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    top: list[Any] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass
+class Answer:
+    """What came of one request."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: Any = None
+    done: bool = False
+
+    @property
+    def length(self) -> int:
+        return sum(len(choice.text) for choice in self.choices.values())
+
+    def take(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        self.usage = event.get("usage") or self.usage
+        for part in event["choices"]:
+            choice = self.choices.setdefault(part["index"], Choice())
+            assert choice.finish is None
+            choice.text += part["text"]
+            choice.finish = part["finish_reason"]
+            scored = part.get("logprobs")
+            if scored:
+                choice.tokens += scored["tokens"]
+                choice.logprobs += scored["token_logprobs"]
+                choice.top += [sorted(top or {}) for top in scored["top_logprobs"]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("recovery")
+    model = tiny.make(folder / "model", tiny.Spec("qwen3_moe", 12, context=4096))
+    with serve(model, "--engine-restarts", "100", log=folder / "log") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def bodies(server: Served) -> dict[str, dict[str, Any]]:
+    """All requests; the stop strings are ones that come."""
+    text = asyncio.run(run(server, {"greedy": BODIES["greedy"]}))["greedy"].choices[0].text
+    stop = {"stop": [text[140:145]]}
+    return BODIES | {"stop string": BODIES["greedy"] | stop | {"prompt": prompt_of(0)}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Served, bodies: dict[str, dict[str, Any]]) -> dict[str, Answer]:
+    answers = asyncio.run(run(server, bodies))
+    assert answers["stop string"].choices[0].finish == "stop"
+    assert answers["ends by itself"].choices[0].finish == "stop"
+    assert len(answers["greedy"].choices[0].tokens) == TOKENS
+    return answers
+
+
+def prompt_of(number: int) -> list[int]:
+    return [10 + (3 * number + k) % 200 for k in range(5 + number)]
+
+
+Disturb = Callable[[dict[str, Answer]], Awaitable[None]]
+
+
+async def run(
+    server: Served, bodies: dict[str, dict[str, Any]], disturb: Disturb | None = None
+) -> dict[str, Answer]:
+    """All requests beside each other; `disturb` sees the answers grow."""
+    answers = {name: Answer() for name in bodies}
+
+    async def one(number: int, name: str) -> None:
+        body = {"prompt": prompt_of(number)} | bodies[name]
+        reply = await wire.ask(server.port, "/v1/completions", body)
+        assert reply.status == 200, await reply.body()
+        if bodies[name].get("stream"):
+            async for event in reply.events():
+                answers[name].take(event)
+        else:
+            answers[name].take(await reply.json())
+        answers[name].done = True
+        await reply.leave()
+
+    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+        for pair in enumerate(bodies):
+            group.create_task(one(*pair))
+        if disturb is not None:
+            await disturb(answers)
+    return answers
+
+
+async def engine(server: Served, after: psutil.Process | None = None) -> psutil.Process:
+    """The engine's process, once there is one that is not `after`."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            children = psutil.Process(server.process.pid).children()
+            found = [c for c in children if c != after and c.status() != psutil.STATUS_ZOMBIE]
+            if found:
+                return found[0]
+            await asyncio.sleep(0.01)
+
+
+async def grown(answers: dict[str, Answer], by: int) -> None:
+    """Until every stream has got this many characters more, or has ended."""
+    before = {name: answer.length for name, answer in answers.items()}
+    while not all(
+        answer.done or answer.length >= before[name] + by or name == "whole"
+        for name, answer in answers.items()
+    ):
+        await asyncio.sleep(0.005)
+
+
+async def health(server: Served) -> dict[str, Any]:
+    _, body = await wire.get(server.port, "/health")
+    return dict(json.loads(body))
+
+
+def same(found: dict[str, Answer], wanted: dict[str, Answer]) -> None:
+    for name, answer in found.items():
+        want = wanted[name]
+        assert answer.usage == want.usage, name
+        assert answer.choices.keys() == want.choices.keys(), name
+        for index, choice in answer.choices.items():
+            other = want.choices[index]
+            assert choice.text == other.text, (name, index)
+            assert choice.tokens == other.tokens, (name, index)
+            assert choice.finish == other.finish, (name, index)
+            assert choice.top == other.top, (name, index)
+            assert choice.logprobs == pytest.approx(other.logprobs, abs=1e-3), (name, index)
+
+
+Bodies = dict[str, dict[str, Any]]
+
+
+async def test_killed_in_the_middle(
+    server: Served, bodies: Bodies, undisturbed: dict[str, Answer]
+) -> None:
+    async def kill(answers: dict[str, Answer]) -> None:
+        await grown(answers, 30)
+        (await engine(server)).kill()
+
+    same(await run(server, bodies, kill), undisturbed)
+    await asyncio.to_thread(server.wait, is_idle, "idle")
+    _, text = await wire.get(server.port, "/metrics")
+    assert b"engine_restarts_total{" in text
+
+
+async def test_killed_twice(server: Served, bodies: Bodies, undisturbed: dict[str, Answer]) -> None:
+    async def kill(answers: dict[str, Answer]) -> None:
+        await grown(answers, 30)
+        first = await engine(server)
+        first.kill()
+        second = await engine(server, first)
+        await grown(answers, 20)
+        second.kill()
+
+    same(await run(server, bodies, kill), undisturbed)
+    await asyncio.to_thread(server.wait, is_idle, "idle")
+
+
+async def test_killed_and_killed_again_while_loading(
+    server: Served, bodies: Bodies, undisturbed: dict[str, Answer]
+) -> None:
+    async def kill(answers: dict[str, Answer]) -> None:
+        await grown(answers, 30)
+        first = await engine(server)
+        first.kill()
+        second = await engine(server, first)
+        said = await health(server)
+        assert said["status"] == "restarting"
+        assert {"stage", "done", "total", "progress"} <= said.keys()
+        second.kill()
+
+    same(await run(server, bodies, kill), undisturbed)
+    await asyncio.to_thread(server.wait, is_idle, "idle")
+    assert (await health(server))["status"] == "ok"
+
+
+async def test_clients_that_leave_during_a_restart(server: Served, bodies: Bodies) -> None:
+    replies = []
+    for number in range(3):
+        body = {"prompt": prompt_of(number)} | BODIES["several"] | {"max_tokens": 3000}
+        replies.append(await wire.ask(server.port, "/v1/completions", body))
+    dead = await engine(server)
+    dead.kill()
+    await engine(server, dead)
+    for number, reply in enumerate(replies):
+        await reply.leave(reset=number == 1)
+    short = {"late": BODIES["greedy"] | {"max_tokens": 20}}  # taken while there is no engine
+    assert len((await run(server, short))["late"].choices[0].tokens) == 20
+    await asyncio.to_thread(server.wait, is_idle, "idle")
+    assert server.stats()["scheduler"]["prompt_tokens"] == len(prompt_of(0))
