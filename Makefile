@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install serve test lint check format constraints clean
+.PHONY: install serve test coverage lint check format constraints clean
 
 install: $(STAMP)
 
@@ -24,6 +24,9 @@ serve: install
 	$(BIN)/moestro serve $(ARGS)
 
 test: install
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+
+coverage: install
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --cov=moestro --cov-report=term $(ARGS)
 
 lint: install
