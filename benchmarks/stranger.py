@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 import time
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ def main() -> int:
     with report.workplace(arguments) as work:
         model = arguments.model or load.demo_sized(work)
         log = work / "server.log"
+        gc.freeze()  # a collector's pass in this process would look like a gap
         with serve(model, *arguments.flags, log=log, threads=arguments.threads) as served:
             rounds = [
                 asyncio.run(one_round(served.port, arguments, number))

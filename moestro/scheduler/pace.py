@@ -8,7 +8,7 @@ from __future__ import annotations
 # What a stream may notice of a sweep beside it: from one token to the next at most this many of
 # its normal steps, one decode step included. The executor stops after a piece of work, not in it,
 # so the largest gap is a little more.
-GAP_STEPS = 2.75
+GAP_STEPS = 2.5
 # A sweep goes on even where a decode step beside it takes that long by itself (on a CPU a sweep
 # empties the caches), by this many steps at least.
 LEAST_STEPS = 0.5
