@@ -144,7 +144,9 @@ def main() -> None:
     code = _serve(config, Path(start["model"]), socket, outbox)
     socket.close(linger=1000)
     context.term()
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed; while Python is torn down, libraries would talk of leaks
 
 
 def _serve(config: Config, model: Path, socket: zmq.Socket[bytes], outbox: Outbox) -> int:
