@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moestro.errors import StepFailed
+from moestro.errors import MoestroError, StepFailed
 from moestro.expert_cache.device_cache import DeviceCache
 from moestro.expert_cache.flight import failure
 from moestro.kernels.gpu.transfer import Mark, Stream
@@ -61,7 +61,11 @@ class ExpertStream:
         slots = self._free.popleft()
         batch = Batch(layer, experts, slots[: len(experts)], Mark(self._device), Mark(self._device))
         batch.slots += slots[len(experts) :]  # kept for the next user of the group
-        self._lease(batch)
+        try:
+            self._lease(batch)
+        except BaseException:
+            self._free.append(slots)
+            raise
         with self._copies.use():
             for key, slot in zip(batch.keys, batch.slots, strict=False):
                 entry = self._cache.arena.table.entry(key)
@@ -98,22 +102,29 @@ class ExpertStream:
 
     def _lease(self, batch: Batch) -> None:
         """Hold the experts' arena entries, reading from disk what is not there."""
-        cache = self._cache
+        cache, table = self._cache, self._cache.arena.table
         reading = 0
+        error: MoestroError | None = None
+        unfilled: set[int] = set()  # leased, and what was to be read did not come
         for expert in batch.experts:
             key = batch.layer * cache.experts + expert
-            claim = cache.arena.table.lease(key)
-            while claim is None:
-                if not self._used:
-                    raise StepFailed("the host arena is too small for a sweep")
+            claim = table.lease(key)
+            while claim is None and self._used:
                 self._retire(self._used.popleft())
-                claim = cache.arena.table.lease(key)
+                claim = table.lease(key)
+            if claim is None:
+                error = StepFailed("the host arena is too small for a sweep")
+                break
             batch.keys.append(key)
             if not claim.filled:
                 cache.dirty = True  # an entry changes hands: the device has its old address
                 reading += cache.read(key, claim.entry)
-        while reading:
+        for _ in range(reading):
             fetch = cache.landed()
-            reading -= 1
             if fetch.error is not None:
-                raise failure(fetch)
+                unfilled.add(fetch.key)
+                error = error or failure(fetch)
+        if error is not None:
+            for key in batch.keys:
+                table.release(key, filled=key not in unfilled)
+            raise error
