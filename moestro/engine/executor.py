@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 import torch
 
-from moestro.engine.batch import DecodeBuilder, Segment
+from moestro.engine.batch import DecodeBuilder
 from moestro.engine.decoder import Decoder
 from moestro.engine.experts import ExpertExecutor
-from moestro.engine.sampler import Sampler, token_logprobs
+from moestro.engine.sampler import PromptScores, Sampler, with_prompt
 from moestro.engine.sweep import Sweep
 from moestro.expert_cache.cache import ExpertCache
 from moestro.kernels.registry import serves
 from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.plan import DecodePlan, Sampled, SweepPlan
-from moestro.types import Request, TokenLogprobs
+from moestro.types import Request
 
 # Work between two looks at the clock while a sweep advances: half a millisecond of one core, so
 # that a decode step is never kept waiting for much longer than its budget says.
@@ -51,7 +51,7 @@ class Executor:
         self._sampler = sampler or Sampler(spec.vocab_size)
         self._done: deque[list[Sampled]] = deque()
         self._sweeps: dict[int, tuple[SweepPlan, Sweep]] = {}
-        self._carry: dict[str, torch.Tensor] = {}  # last hidden row of a prompt's earlier sweep
+        self._prompts = PromptScores(spec.vocab_size)
 
     @property
     def exposed(self) -> float:
@@ -72,7 +72,7 @@ class Executor:
         """The sequence is gone."""
         self._sampler.forget(id)
         self._builder.forget(id)
-        self._carry.pop(id, None)
+        self._prompts.forget(id)
         self._cache.finish_sequence(id)
 
     def runs_ahead(self, plan: DecodePlan) -> bool:
@@ -152,33 +152,9 @@ class Executor:
             one = found.get(segment.row.id)
             if one is not None and one.error is not None:
                 self._kv.scrub(segment.row.blocks)
-            prompt = self._prompt_logprobs(segment, rows)
-            if prompt is not None:
-                base = one or Sampled(segment.row.id, -1)
-                one = Sampled(base.id, base.token, base.logprobs, prompt, base.error)
+            count = self._sampler.params(segment.row.id).prompt_logprobs
+            prompt = self._prompts.reports(segment.row, rows, count, self._decoder.logits)
+            one = with_prompt(segment.row.id, one, prompt)
             if one is not None:
                 results.append(one)
         return results
-
-    def _prompt_logprobs(
-        self, segment: Segment, rows: torch.Tensor
-    ) -> tuple[TokenLogprobs | None, ...] | None:
-        """Reports for the tokens of this run, each predicted by the position before it."""
-        row = segment.row
-        count = self._sampler.params(row.id).prompt_logprobs
-        if count is None or row.output_index > 0:
-            return None
-        before = self._carry.pop(row.id, None)
-        if not row.samples:
-            self._carry[row.id] = rows[-1:].clone()
-        reports: list[TokenLogprobs | None] = []
-        hidden = rows[:-1] if before is None else torch.cat((before, rows[:-1]))
-        tokens = row.tokens[1:] if before is None else row.tokens
-        if before is None:
-            reports.append(None)
-        chunk = max(1, int(2**22 / self._decoder.spec.vocab_size))  # 16 MiB of logits at a time
-        for lo in range(0, len(tokens), chunk):
-            logprobs = torch.log_softmax(self._decoder.logits(hidden[lo : lo + chunk]), -1)
-            pairs = zip(tokens[lo : lo + chunk], logprobs, strict=True)
-            reports.extend(token_logprobs(line, token, count) for token, line in pairs)
-        return tuple(reports)

@@ -9,11 +9,11 @@ min_p, top_k, top_p.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from moestro.scheduler.plan import Sampled
+from moestro.scheduler.plan import Sampled, SweepRow
 from moestro.types import Request, SamplingParams, TokenLogprobs
 
 _MASK = (1 << 64) - 1
@@ -156,6 +156,56 @@ def token_logprobs(logprobs: torch.Tensor, token: int, count: int) -> TokenLogpr
         values, ids = logprobs.topk(min(count, len(logprobs)))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(token, float(logprobs[token]), top)
+
+
+class PromptScores:
+    """Log-probabilities of prompt tokens, each predicted by the position before it. Keeps the last
+    hidden row of a prompt's earlier sweep, which predicts the first token of the next."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._chunk = max(1, int(2**22 / vocab_size))  # rows: 16 MiB of logits at a time
+        self._carry: dict[str, torch.Tensor] = {}
+
+    def forget(self, id: str) -> None:
+        """The sequence is gone."""
+        self._carry.pop(id, None)
+
+    def reports(
+        self,
+        row: SweepRow,
+        rows: torch.Tensor,
+        count: int | None,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[TokenLogprobs | None, ...] | None:
+        """Reports for the tokens of this run, whose rows at the top are `rows` [T, hidden], with
+        `count` alternatives; None when nobody asked. `logits`: [n, hidden] -> [n, vocab].
+        """
+        if count is None or row.output_index > 0:
+            return None
+        before = self._carry.pop(row.id, None)
+        if not row.samples:
+            self._carry[row.id] = rows[-1:].clone()
+        reports: list[TokenLogprobs | None] = []
+        hidden = rows[:-1] if before is None else torch.cat((before, rows[:-1]))
+        tokens = row.tokens[1:] if before is None else row.tokens
+        if before is None:
+            reports.append(None)
+        for lo in range(0, len(tokens), self._chunk):
+            part = slice(lo, lo + self._chunk)
+            logprobs = torch.log_softmax(logits(hidden[part]), -1).cpu()
+            pairs = zip(tokens[part], logprobs, strict=True)
+            reports.extend(token_logprobs(line, token, count) for token, line in pairs)
+        return tuple(reports)
+
+
+def with_prompt(
+    id: str, one: Sampled | None, prompt: tuple[TokenLogprobs | None, ...] | None
+) -> Sampled | None:
+    """What a row of a sweep sampled, if it did, with its prompt's reports, if it has any."""
+    if prompt is None:
+        return one
+    base = one or Sampled(id, -1)
+    return Sampled(base.id, base.token, base.logprobs, prompt, base.error)
 
 
 def draw(

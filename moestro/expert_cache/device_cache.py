@@ -248,11 +248,10 @@ class DeviceCache:
 
     # Sweeps
 
-    def read(self, key: int, entry: int) -> int:
-        """Start to read an expert from disk into an arena entry that the caller leases; 1."""
+    def read(self, key: int, entry: int) -> None:
+        """Start to read an expert from disk into an arena entry that the caller leases."""
         layer, expert = divmod(key, self.experts)
         self._fetcher.submit(Fetch(key, layer, expert, entry, False, NO_SLOT, False))
-        return 1
 
     def landed(self) -> Fetch:
         """Wait for one `read` to end, well or not."""

@@ -26,7 +26,7 @@ class Batch:
 
     layer: int
     experts: list[int]
-    slots: list[int]
+    slots: list[int]  # the whole group; the first ones hold the experts
     ready: Mark
     done: Mark  # with computing
     keys: list[int] = field(default_factory=list)  # leases in the arena, while it is read
@@ -46,7 +46,6 @@ class ExpertStream:
         self._copies = Stream(device)
         self._device = device
         self.coming: deque[Batch] = deque()
-        self.copied = 0  # experts, since start
 
     @property
     def has_room(self) -> bool:
@@ -59,8 +58,7 @@ class ExpertStream:
         while not self._free:
             self._retire(self._used.popleft())
         slots = self._free.popleft()
-        batch = Batch(layer, experts, slots[: len(experts)], Mark(self._device), Mark(self._device))
-        batch.slots += slots[len(experts) :]  # kept for the next user of the group
+        batch = Batch(layer, experts, slots, Mark(self._device), Mark(self._device))
         try:
             self._lease(batch)
         except BaseException:
@@ -72,7 +70,6 @@ class ExpertStream:
                 blob = torch.from_numpy(self._cache.arena.blob(entry))
                 self._cache.slab[slot].copy_(blob, non_blocking=True)
             batch.ready.set()
-        self.copied += len(experts)
         self.coming.append(batch)
 
     def take(self) -> Batch:
@@ -118,7 +115,8 @@ class ExpertStream:
             batch.keys.append(key)
             if not claim.filled:
                 cache.dirty = True  # an entry changes hands: the device has its old address
-                reading += cache.read(key, claim.entry)
+                cache.read(key, claim.entry)
+                reading += 1
         for _ in range(reading):
             fetch = cache.landed()
             if fetch.error is not None:

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from moestro.engine.gpu.graphs import Graphs, Launched
 from moestro.engine.gpu.sampler import DeviceSampler, Scores, scramble_
 from moestro.engine.gpu.step import Shared
-from moestro.engine.gpu.sweep import GpuSweep, Segment, Workspace
-from moestro.engine.sampler import token_logprobs
+from moestro.engine.gpu.sweep import GpuSweep, Workspace
+from moestro.engine.sampler import PromptScores, with_prompt
 from moestro.engine.synthetic import RoutingSource
 from moestro.errors import StepFailed
 from moestro.expert_cache.stream import ExpertStream
@@ -67,7 +67,7 @@ class GpuExecutor:
         self._routing = routing
         self._stream = ExpertStream(shared.cache)
         self._sweeps: dict[int, tuple[SweepPlan, GpuSweep, Workspace]] = {}
-        self._carry: dict[str, torch.Tensor] = {}  # last hidden row of a prompt's earlier sweep
+        self._prompts = PromptScores(shared.spec.vocab_size)
         self._last: dict[str, int] = {}  # newest token that the host knows
         self._flying: list[Flying] = []
         self._void = False  # a step in flight computed nothing: its plan must be run again
@@ -87,7 +87,7 @@ class GpuExecutor:
     def forget(self, id: str) -> None:
         """The sequence is gone."""
         self._sampler.forget(id)
-        self._carry.pop(id, None)
+        self._prompts.forget(id)
         self._last.pop(id, None)
         self._shared.cache.finish_sequence(id)
 
@@ -308,18 +308,17 @@ class GpuExecutor:
             one = found.get(segment.row.id)
             if one is not None and one.error is not None:
                 self._shared.kv.scrub(segment.row.blocks)
-            prompt = self._prompt_logprobs(segment, rows)
-            if prompt is not None:
-                base = one or Sampled(segment.row.id, -1)
-                one = Sampled(base.id, base.token, base.logprobs, prompt, base.error)
+            count = self._sampler.params(segment.row.id).prompt_logprobs
+            prompt = self._prompts.reports(segment.row, rows, count, self._logits)
+            one = with_prompt(segment.row.id, one, prompt)
             if one is not None:
                 results.append(one)
         return results
 
     def _sample(self, hidden: torch.Tensor, rows: list[SweepRow]) -> dict[str, Sampled]:
         """Tokens after these rows of the top, [n, hidden]."""
-        shared, device = self._shared, hidden.device
-        logits = F.linear(hidden, shared.decoder.head).float()
+        device = hidden.device
+        logits = self._logits(hidden)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
         finite = torch.empty(len(rows), dtype=torch.bool, device=device)
         ids = {at: (row.id, row.output_index) for at, row in enumerate(rows)}
@@ -343,6 +342,9 @@ class GpuExecutor:
             found[row.id] = Sampled(row.id, chosen[at], report)
         return found
 
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self._shared.decoder.head).float()
+
     def _parameters(self, rows: list[SweepRow], device: torch.device) -> sampling.Rows:
         params = [self._sampler.params(row.id) for row in rows]
         seeds = np.array([p.seed for p in params], np.uint64).astype(np.int64)
@@ -358,27 +360,3 @@ class GpuExecutor:
             seed=on(seeds.tolist(), torch.int64),
             position=on([row.output_index for row in rows], torch.int64),
         )
-
-    def _prompt_logprobs(
-        self, segment: Segment, rows: torch.Tensor
-    ) -> tuple[TokenLogprobs | None, ...] | None:
-        """Reports for the tokens of this run, each predicted by the position before it."""
-        row = segment.row
-        count = self._sampler.params(row.id).prompt_logprobs
-        if count is None or row.output_index > 0:
-            return None
-        before = self._carry.pop(row.id, None)
-        if not row.samples:
-            self._carry[row.id] = rows[-1:].clone()
-        reports: list[TokenLogprobs | None] = []
-        hidden = rows[:-1] if before is None else torch.cat((before, rows[:-1]))
-        tokens = row.tokens[1:] if before is None else row.tokens
-        if before is None:
-            reports.append(None)
-        chunk = max(1, int(2**22 / self._sampler.vocab))  # 16 MiB of logits at a time
-        for lo in range(0, len(tokens), chunk):
-            logits = F.linear(hidden[lo : lo + chunk], self._shared.decoder.head).float()
-            logprobs = torch.log_softmax(logits, -1).cpu()
-            pairs = zip(tokens[lo : lo + chunk], logprobs, strict=True)
-            reports.extend(token_logprobs(line, token, count) for token, line in pairs)
-        return tuple(reports)
