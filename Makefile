@@ -24,7 +24,7 @@ serve: install
 	$(BIN)/moestro serve $(ARGS)
 
 test: install
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: install
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --cov=moestro --cov-report=term $(ARGS)

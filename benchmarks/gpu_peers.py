@@ -1,21 +1,22 @@
 """Tokens a second on one GPU in the shape that peers were measured in, at parts of the experts.
 
-The shape of Qwen3-30B-A3B cut to 12 layers (vocabulary 32,000, bf16, 15.2 GB), random weights,
-prompts of 64 tokens, greedy tokens scrambled. Resident are the experts in slots that are kept:
-ring and staging come on top. The engine runs in this process. Prompts are computed first, then
-decode steps are timed: median and mean step, and what each fetched. Beside them stand two bounds:
-what the memory needs for the bytes that a step touches, and the floor (the step with all resident)
-plus the fetched bytes over the link. --busy says how much of the time the GPU worked.
+The shape of Qwen3-30B-A3B cut to 12 layers (vocabulary 32,000, bf16, 15.2 GB; --shape, --layers
+and --vocab change it), random weights, prompts of 64 tokens, greedy tokens scrambled. Resident are
+the experts in slots that are kept: ring and staging come on top. The engine runs in this process.
+Prompts are computed first, then decode steps are timed: median and mean step, and what each
+fetched. Beside them stand two bounds: what the memory needs for the bytes that a step touches, and
+the floor (the step with all resident) plus the fetched bytes over the link. --busy says how much
+of the time the GPU worked.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -23,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report
+from benchmarks.gpu_shapes import SHAPES, Shape
 from moestro.config import Config
 from moestro.engine.build import build_engine
 from moestro.engine.engine import Engine
@@ -30,50 +32,18 @@ from moestro.engine.synthetic import Synthetic
 from moestro.types import Request, SamplingParams
 
 VOCAB = 32_000
-EXPERTS, TOP_K, BLOB = 128, 8, 3 * 2048 * 768 * 2
 MEMORY = 4.18e12  # bytes a second, read and written, of a copy on the device (`moestro bench link`)
 LINK = 54.9  # GB/s, page-locked host memory to the device (the same)
 
 
-def model(folder: Path, layers: int, vocab: int) -> Path:
-    """Write the config of the shape."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 2048,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "moe_intermediate_size": 768,
-        "intermediate_size": 6144,
-        "norm_topk_prob": True,
-        "vocab_size": vocab,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "attention_bias": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def slots_for(resident: float, layers: int, rows: int) -> int:
+def slots_for(resident: float, shape: Shape, rows: int) -> int:
     """Slots in all so that this part of the experts is kept beside ring and staging."""
-    every = layers * EXPERTS
+    every = shape.layers * shape.experts
     kept = int(every * resident)
     if kept >= every:
         return every
-    staging = 24
-    ring = min(EXPERTS, rows * TOP_K, kept // 5)
+    staging = min(24, 3 * shape.experts)
+    ring = min(shape.experts, rows * shape.top_k, kept // 5)
     return kept + staging + ring
 
 
@@ -81,12 +51,6 @@ def prompt(count: int, seed: int) -> tuple[int, ...]:
     """Random tokens."""
     draw = random.Random(seed)
     return tuple(draw.randrange(3, VOCAB) for _ in range(count))
-
-
-def touched(layers: int, vocab: int, streams: int, experts: float) -> float:
-    """Bytes that a decode step has to read: dense weights once, experts once, some KV."""
-    dense = layers * (5120 * 2048 + 4096 * 2048 + EXPERTS * 2048) * 2 + vocab * 2048 * 2
-    return dense + experts * BLOB + streams * layers * 200 * 2 * 4 * 128 * 2
 
 
 def busy(engine: Engine, steps: int) -> float:
@@ -146,7 +110,7 @@ def stranger(engine: Engine, tokens: int, streams: int) -> str:
 
 
 def decode(
-    engine: Engine, streams: int, arguments: argparse.Namespace, tag: str
+    engine: Engine, shape: Shape, streams: int, arguments: argparse.Namespace, tag: str
 ) -> dict[str, float]:
     """Run streams side by side; times of the steps after the first `arguments.warm`."""
     warm, steps = arguments.warm, arguments.steps
@@ -179,8 +143,8 @@ def decode(
         "tokens_s": streams / mean(gaps),
         "fetched": fetched,
         "used": used,
-        "GB": fetched * BLOB / 1e9,
-        "GB_s": fetched * BLOB / 1e9 / max(exposed, 1e-9),
+        "GB": fetched * shape.blob / 1e9,
+        "GB_s": fetched * shape.blob / 1e9 / max(exposed, 1e-9),
         "exposed_ms": 1e3 * exposed,
         "busy": worked,
     }
@@ -201,6 +165,7 @@ def sweep(engine: Engine, tokens: int, seed: int) -> tuple[float, int]:
 def main() -> int:
     """Run the benchmark."""
     parser = report.parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--resident", type=float, nargs="+", default=[0.25, 0.5, 1.0])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
@@ -218,18 +183,18 @@ def main() -> int:
     arguments = parser.parse_args()
     with report.workplace(arguments) as work:
         floors: dict[float, float] = {}  # streams -> the step with all resident, ms
-        path = model(work / "shape", arguments.layers, arguments.vocab)
+        whole = SHAPES[arguments.shape]
+        shape = replace(whole, layers=arguments.layers, vocab=arguments.vocab)
+        path = shape.write_config(work / "shape")
         for resident in arguments.resident:
-            run(arguments, path, resident, floors)
+            run(arguments, shape, path, resident, floors)
     return 0
 
 
-def against(
-    arguments: argparse.Namespace, one: dict[str, float], floors: dict[float, float]
-) -> str:
+def against(shape: Shape, one: dict[str, float], floors: dict[float, float]) -> str:
     """A step against its bounds."""
     streams = int(one["streams"])
-    needs = touched(arguments.layers, arguments.vocab, streams, one["used"]) / MEMORY
+    needs = shape.touched(streams, one["used"]) / MEMORY
     text = f"{one['ms'] / 1e3 / needs:.2f} x what the memory needs"
     if not one["fetched"]:
         floors[streams] = one["ms"]
@@ -240,7 +205,11 @@ def against(
 
 
 def run(
-    arguments: argparse.Namespace, path: Path, resident: float, floors: dict[float, float]
+    arguments: argparse.Namespace,
+    shape: Shape,
+    path: Path,
+    resident: float,
+    floors: dict[float, float],
 ) -> None:
     """One residency."""
     rows = max(arguments.streams)
@@ -248,11 +217,11 @@ def run(
     config = Config(
         device="cuda",
         load_format="dummy",
-        expert_slots=slots_for(resident, arguments.layers, rows),
+        expert_slots=slots_for(resident, shape, rows),
         max_num_seqs=rows + (arguments.stranger is not None),
         kv_cache_tokens=65536,
         max_model_len=32768,
-        host_memory=arguments.layers * EXPERTS * BLOB,
+        host_memory=shape.layers * shape.experts * shape.blob,
         expert_policy=arguments.policy,
         enable_prefix_caching=False,
         trace=arguments.trace,
@@ -260,21 +229,22 @@ def run(
     )
     made_up = Synthetic(scramble=True, routing=arguments.routing, keep=arguments.keep)
     engine = build_engine(config, path, synthetic=made_up)
+    engine.finish_fill()
     took = time.perf_counter() - started
     used = torch.cuda.mem_get_info()
     print(f"resident {resident:.0%}: start {took:.1f} s, {engine.info.memory}", flush=True)
     print(f"  device memory in use {(used[1] - used[0]) / 2**20:.0f} MiB; {engine.info.notes}")
     for streams in arguments.streams:
-        one = decode(engine, streams, arguments, f"{resident}")
+        one = decode(engine, shape, streams, arguments, f"{resident}")
         print(
             "  {streams:.0f} streams: step {ms:.3f} ms (mean {mean_ms:.3f}), {tokens_s:.0f} tok/s, "
             "{used:.0f} experts, {fetched:.1f} fetched = {GB:.3f} GB in {exposed_ms:.2f} ms "
             "({GB_s:.1f} GB/s); ".format(**one)
-            + against(arguments, one, floors),
+            + against(shape, one, floors),
             flush=True,
         )
     if arguments.stranger:
-        print("  " + stranger(engine, arguments.stranger, rows), flush=True)
+        print("  " + stranger(engine, arguments.stranger, min(8, rows)), flush=True)
     for tokens in arguments.prompts:
         for seed in range(3):
             seconds, fetched = sweep(engine, tokens, seed)

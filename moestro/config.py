@@ -115,6 +115,11 @@ class Config(BaseModel):
     max_num_queued: int = Field(
         1024, gt=0, description="Most sequences that wait; one more is answered 503."
     )
+    max_num_batch_seqs: AutoCount = Field(
+        None,
+        description="Most sequences of batches (/v1/batches) among those that run. "
+        "Default: half of --max-num-seqs.",
+    )
     max_sweep_tokens: int = Field(
         8192, gt=0, description="Most prompt tokens that travel up the layers together."
     )
@@ -163,12 +168,23 @@ class Config(BaseModel):
     )
     docs: bool = Field(True, description="Serve /docs and /openapi.json.")
     max_request_body: Size = Field(32 * 2**20, description="Most bytes of one request body.")
+    files_dir: Path | None = Field(
+        None,
+        description="Folder for /v1/files and /v1/batches, which are off without it. It keeps what "
+        "users upload and what the model answers, for each API key apart.",
+    )
+    max_file_size: Size = Field(200 * 2**20, description="Most bytes of one uploaded file.")
+    files_quota: Size = Field(
+        10 * 2**30,
+        description="Most bytes of all files together; an upload over it is refused. Results of "
+        "batches count, but are not refused.",
+    )
     request_timeout: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
         description="Seconds that a generating request may take, waiting included, before it is "
-        "ended with 504, or with an error event in a stream. 0: no limit.",
+        "ended with 504, or with an error event in a stream. Not for batches. 0: no limit.",
     )
     send_timeout: float = Field(
         60.0,
@@ -202,10 +218,22 @@ class Config(BaseModel):
         description="Seconds without a sign of life after which an engine with live requests is "
         "killed and restarted.",
     )
+    engine_load_timeout: float = Field(
+        600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds without progress after which an engine that loads is killed and "
+        "started again, as often as --engine-restarts allows.",
+    )
     metrics_prefix: str = Field(
         "moestro:",
         pattern=r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$",
         description="What the names of all metrics start with.",
+    )
+    otlp_endpoint: Name | None = Field(
+        None,
+        description="Address of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of "
+        "each request, without any text. Needs `pip install moestro[otel]`. Default: no traces.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged."

@@ -39,6 +39,12 @@ class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class GrammarError(InvalidRequest):
+    """A grammar is wrong, too large, or takes too long to compile."""
+
+    code = "invalid_grammar"
+
+
 class BadKey(MoestroError):
     """The API key is missing or wrong."""
 
@@ -68,6 +74,14 @@ class BodyTimeout(MoestroError):
     status = 408
     kind = "invalid_request_error"
     code = "request_timeout"
+
+
+class HeadTooLarge(MoestroError):
+    """The address and the headers of a request are over the limits."""
+
+    status = 431
+    kind = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class RateLimited(MoestroError):

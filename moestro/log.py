@@ -80,8 +80,13 @@ def setup(
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Json(process) if form == "json" else _Short(process))
+    logging.getLogger().handlers[:] = [handler]
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Change which lines are shown."""
     root = logging.getLogger()
-    root.handlers[:] = [handler]
     root.setLevel(level.upper())
     quiet = logging.DEBUG if level == "debug" else logging.WARNING
     for name in _QUIET:

@@ -61,6 +61,17 @@ class LayerExpertStats:
 
 
 @dataclass(slots=True)
+class FillStats:
+    """Owned by `expert_cache.Fill`. Slots and host memory fill while requests are served."""
+
+    active: bool = False
+    total: int = 0  # experts that slots and host memory hold together
+    resident: int = 0  # experts that are in either now
+    failed: int = 0  # experts that could not be read; who needs one tries again
+    locked_bytes: int = 0  # of host memory, page-locked so far: a GPU reads it by itself
+
+
+@dataclass(slots=True)
 class ExpertStats:
     """Owned by `expert_cache.ExpertCache`. hits + misses = wanted experts, counted once per use."""
 
@@ -78,6 +89,7 @@ class ExpertStats:
     slots: TierStats = field(default_factory=TierStats)
     host: TierStats = field(default_factory=TierStats)
     disk: TierStats = field(default_factory=TierStats)
+    fill: FillStats = field(default_factory=FillStats)
     layers: list[LayerExpertStats] = field(default_factory=list)
     fetch_latency_buckets: dict[str, int] = field(default_factory=dict)  # upper bound in s -> count
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 
 class Finish(StrEnum):
@@ -17,6 +18,18 @@ class Finish(StrEnum):
     LENGTH = "length"  # max_tokens, the context, or the whole KV pool used up
     ABORT = "abort"  # the client left
     ERROR = "error"  # a step failed
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a whole output must match, in the three notations of llguidance.
+
+    `json_schema`: a JSON schema. `regex`: a regular expression. `lark`: llguidance's Lark dialect,
+    which may embed a schema (`%json {...}`) and special tokens by name or id.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # number of alternatives per output token; None = no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens (completions with echo)
+    grammar: Grammar | None = None  # EOS and stop tokens only where it may end, or as its own end
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,7 @@ class Request:
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # prefix reuse only among equal salts
     generated: tuple[int, ...] = ()  # outputs of an earlier engine: go on after them
+    background: bool = False  # nobody waits for it: it takes no place in the queue from others
 
 
 @dataclass(frozen=True, slots=True)

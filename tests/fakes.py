@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from moestro.engine.messages import EngineInfo
+from moestro.engine.messages import EngineInfo, Tuning
 from moestro.errors import ContextTooLong, EngineDead, QueueFull, Unavailable
 from moestro.server.detokenize import byte_alphabet
 from moestro.stats import EngineStats, KVStats, SchedulerStats
@@ -187,6 +187,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.opened: list[Request] = []
         self.aborted: list[str] = []
+        self.tuned: list[tuple[Tuning, int]] = []
         self.steps: list[int] = []
         self.totals = EngineStats()
         self._live: dict[str, _Sequence] = {}
@@ -200,6 +201,10 @@ class FakeEngine:
     @property
     def open_ids(self) -> list[str]:
         return list(self._live)
+
+    @property
+    def foreground(self) -> int:
+        return sum(not live.request.background for live in self._live.values())
 
     @property
     def snapshot(self) -> EngineStats:
@@ -229,7 +234,8 @@ class FakeEngine:
         for request in requests:
             if len(request.prompt) + 1 > self.limits.kv_tokens:
                 raise ContextTooLong(f"The KV cache holds {self.limits.kv_tokens} tokens.")
-        if len(self._live) + len(requests) > self.seats + self.max_queued:
+        new = sum(not request.background for request in requests)
+        if new and self.foreground + new > self.seats + self.max_queued:
             raise QueueFull(f"The queue is full: {self.max_queued} requests wait.")
         stream = FakeStream(self, [request.id for request in requests])
         for request in requests:
@@ -239,6 +245,11 @@ class FakeEngine:
             self.totals.scheduler.prompt_tokens += len(request.prompt)
         self._work.set()
         return stream
+
+    async def tune(self, tuning: Tuning, max_num_queued: int) -> None:
+        if self.state != "ready":
+            raise Unavailable("The engine is not ready; nothing was changed.", code="engine_busy")
+        self.tuned.append((tuning, max_num_queued))
 
     def drop(self, id: str) -> None:
         if self._live.pop(id, None) is not None:

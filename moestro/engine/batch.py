@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moestro.kernels.reference import rope_tables
+from moestro.engine.rotary import Rotary
 from moestro.scheduler.plan import DecodePlan, DecodeRow, SweepRow
 
 # Rows of one step attend together, padded to the longest of them. When padding would read more
@@ -62,13 +62,13 @@ class DecodeBuilder:
         self,
         block_size: int,
         layers: int,
-        inverse: torch.Tensor,
+        rotary: Rotary,
         window: int | None,
         paged: bool,
     ) -> None:
         self._size = block_size
         self._layers = layers
-        self._inverse = inverse
+        self._rotary = rotary
         self._window = window
         self._paged = paged
         self._tables: dict[str, tuple[tuple[int, ...], Ints]] = {}
@@ -79,7 +79,7 @@ class DecodeBuilder:
         positions = np.array([row.position for row in rows], dtype=np.int64)
         tables = [self._table(row) for row in rows]
         own = np.array([t[p] for t, p in zip(tables, positions // self._size, strict=True)])
-        cos, sin = rope_tables(torch.from_numpy(positions), self._inverse)
+        cos, sin = self._rotary.tables(torch.from_numpy(positions))
         parts = [] if self._paged else _split_by_length(positions)
         return DecodeStep(
             ids=tuple(row.id for row in rows),
@@ -168,11 +168,11 @@ class Segment:
         return self.row.start + len(self.row.tokens)
 
 
-def build_segment(row: SweepRow, block_size: int, layers: int, inverse: torch.Tensor) -> Segment:
+def build_segment(row: SweepRow, block_size: int, layers: int, rotary: Rotary) -> Segment:
     """The tensors of one row of a sweep."""
     positions = torch.arange(row.start, row.start + len(row.tokens))
     table = torch.tensor(row.blocks, dtype=torch.int64) * layers
-    cos, sin = rope_tables(positions, inverse)
+    cos, sin = rotary.tables(positions)
     return Segment(
         row=row,
         table=table[: -(-(row.start + len(row.tokens)) // block_size)],

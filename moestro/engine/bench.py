@@ -44,6 +44,8 @@ def measure(
         link = measure_link(device(config))
     engine = build_engine(config, path, progress, synthetic)
     try:
+        size = engine.stats().experts.expert_bytes
+        engine.finish_fill(lambda done, total: progress("experts", done * size, total * size))
         with _uncollected():
             return [measure_load(engine, load, link, progress, clock) for load in loads]
     finally:

@@ -6,7 +6,6 @@ anything large is allocated.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -20,25 +19,30 @@ from moestro.engine import engine
 from moestro.engine.checkpoint import Checkpoint
 from moestro.engine.decoder import Decoder
 from moestro.engine.executor import Executor
+from moestro.engine.expert_files import expert_sources
+from moestro.engine.expert_policy import PolicyKeeper
+from moestro.engine.grammars import Grammars
 from moestro.engine.memory import MemoryPlan, free_memory, plan_memory
 from moestro.engine.messages import EngineInfo
 from moestro.engine.models.hf_config import read_json
 from moestro.engine.models.registry import load_spec
 from moestro.engine.models.spec import ModelSpec
+from moestro.engine.rotary import build_rotary
 from moestro.engine.scramble import ScramblingSampler
 from moestro.engine.synthetic import Synthetic
-from moestro.engine.weights import check_tensors, dummy_dense, expert_sources, load_dense
+from moestro.engine.weights import check_tensors, dummy_dense, load_dense
 from moestro.errors import ConfigError
 from moestro.expert_cache.cache import ExpertCache
 from moestro.expert_cache.layout import ExpertLayout, gated_layout
-from moestro.expert_cache.policies import make_policy
 from moestro.expert_cache.policy import Policy
 from moestro.expert_cache.store import DummyStore, ExpertStore, SafetensorsStore
 from moestro.expert_cache.trace import TraceWriter
+from moestro.grammar.vocabulary import Vocabulary
 from moestro.kernels import registry
 from moestro.kv_cache.manager import KVManager
 from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.limits import Limits
+from moestro.scheduler.pace import GAP_STEPS, GAP_STEPS_ON_GPU
 from moestro.scheduler.scheduler import Scheduler
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -54,7 +58,8 @@ def build_engine(
     progress: Progress = _silent,
     synthetic: Synthetic | None = None,
 ) -> engine.Engine:
-    """Load the model in `model_path` and return an engine that is ready to serve.
+    """Load the model in `model_path` and return an engine that is ready to serve. Experts come to
+    memory while it serves; `Engine.finish_fill` waits for them.
 
     `synthetic`: what a benchmark makes up in place of the model's own routing and tokens.
     """
@@ -66,7 +71,7 @@ def build_engine(
     plan = _plan(kind, spec, layout, config)
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
     torch.set_num_threads(threads)
-    decoder, store = _load(config, kind, spec, layout, model_path, progress)
+    decoder, store = _load(config, kind, spec, layout, model_path, plan.max_model_len, progress)
     kv = KVStorage(
         blocks=plan.blocks,
         layers=len(spec.layers),
@@ -77,8 +82,9 @@ def build_engine(
         device=kind,
     )
     trace = _trace(config, spec, layout, model_path)
-    policy = make_policy(config.expert_policy, len(spec.moe_layers), spec.moe.experts)
-    closing = _remember(config, policy, model_path)
+    policies = PolicyKeeper(config, len(spec.moe_layers), spec.moe.experts, model_path)
+    policy = policies.policy
+    closing = [policies.save]
     manager = KVManager(plan.block_size, plan.blocks, prefix_caching=config.enable_prefix_caching)
     limits = Limits(
         max_model_len=plan.max_model_len,
@@ -88,7 +94,8 @@ def build_engine(
         kv_tokens=plan.kv_tokens,
         max_sweep_tokens=config.max_sweep_tokens,
     )
-    scheduler = Scheduler(limits, manager)
+    pace = GAP_STEPS_ON_GPU if runs_kernels(kind) else GAP_STEPS
+    scheduler = Scheduler(limits, manager, pace)
     executor: engine.Executor
     cache: engine.Cache
     notes: tuple[str, ...] = ()
@@ -101,13 +108,27 @@ def build_engine(
         cache, notes = device_cache, device_cache.notes
     else:
         decoder.routing = routing
-        cpu_cache = _cache(spec, plan, store, policy, trace, progress)
+        cpu_cache = _cache(spec, plan, store, policy, trace)
         sampler = ScramblingSampler(spec.vocab_size) if made_up.scramble else None
         executor, cache = Executor(decoder, kv, cpu_cache, threads, sampler), cpu_cache
     if trace is not None:
         closing.append(trace.close)
+    vocabulary = Vocabulary(
+        model_path, size=spec.vocab_size, eos_token_ids=eos_token_ids(model_path)
+    )
+    grammars = Grammars(vocabulary)
+    closing.append(grammars.close)
     info = _info(plan, spec, model_path, notes)
-    return engine.Engine(scheduler, executor, cache, manager, info=info, closing=closing)
+    return engine.Engine(
+        scheduler,
+        executor,
+        cache,
+        manager,
+        info=info,
+        closing=closing,
+        policies=policies,
+        grammars=grammars,
+    )
 
 
 def describe(config: Config, model_path: Path) -> dict[str, Any]:
@@ -175,8 +196,11 @@ def eos_token_ids(model_path: Path) -> tuple[int, ...]:
 
 def _plan(kind: str, spec: ModelSpec, layout: ExpertLayout, config: Config) -> MemoryPlan:
     if runs_kernels(kind):
+        from moestro.engine.gpu.blocks import check_blocks
         from moestro.engine.gpu.memory import plan_gpu_memory
 
+        longest = config.max_model_len or spec.usual_positions
+        check_blocks(spec, build_rotary(spec.rope, longest).magnitude)
         free = torch.cuda.mem_get_info()[0] if kind == "cuda" else free_memory()
         return plan_gpu_memory(spec, layout, config, free, free_memory())
     return plan_memory(spec, layout, config, free_memory())
@@ -188,19 +212,20 @@ def _load(
     spec: ModelSpec,
     layout: ExpertLayout,
     path: Path,
+    longest: int,
     progress: Progress,
 ) -> tuple[Decoder, ExpertStore]:
     dtype = getattr(torch, layout.dtype)
     if config.load_format == "dummy":
         weights = dummy_dense(spec, dtype, config.seed, kind)
-        return Decoder(spec, weights), DummyStore(layout, config.seed)
+        return Decoder(spec, weights, longest), DummyStore(layout, config.seed)
     checkpoint = Checkpoint(path)
     sources = expert_sources(checkpoint, spec)
     check_tensors(checkpoint, spec)
     weights = load_dense(
         checkpoint, spec, dtype, lambda done, total: progress("dense weights", done, total), kind
     )
-    return Decoder(spec, weights), SafetensorsStore(layout, sources, direct=kind == "cuda")
+    return Decoder(spec, weights, longest), SafetensorsStore(layout, sources, direct=kind == "cuda")
 
 
 def _cache(
@@ -209,7 +234,6 @@ def _cache(
     store: ExpertStore,
     policy: Policy,
     trace: TraceWriter | None,
-    progress: Progress,
 ) -> ExpertCache:
     layers, experts = len(spec.moe_layers), spec.moe.experts
     cache = ExpertCache(
@@ -222,33 +246,8 @@ def _cache(
         policy=policy,
         trace=trace,
     )
-    size = store.layout.nbytes
-    cache.warm(
-        cache.preferred_order(), lambda done, total: progress("experts", done * size, total * size)
-    )
+    cache.start_fill()
     return cache
-
-
-def _remember(config: Config, policy: Policy, model: Path) -> list[Callable[[], None]]:
-    """Load what the policy learned in earlier runs; returns what keeps it at the end."""
-    if not policy.wants_sequences:
-        if config.expert_policy_state is not None:
-            raise ConfigError(
-                f"--expert-policy-state: the {config.expert_policy} policy keeps nothing",
-                param="expert_policy_state",
-            )
-        return []
-    path = config.expert_policy_state or _state_file(config.expert_policy, model)
-    if path.exists():
-        policy.load(path)
-    path.parent.mkdir(parents=True, exist_ok=True)  # now: a wrong path should not wait for the end
-    return [lambda: policy.save(path)]
-
-
-def _state_file(policy: str, model: Path) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:16]
-    return cache / "moestro" / f"{policy}-{name}.npz"
 
 
 def _trace(

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moestro.engine.models.hf_config import read_json
 from moestro.errors import ModelError
 
@@ -78,19 +76,6 @@ def check_ref(ref: TensorRef, shape: tuple[int, ...]) -> TensorRef:
     if ref.dtype not in DTYPES.values():
         raise ModelError(f"tensor {ref.name} has dtype {ref.dtype}, which is not served")
     return ref
-
-
-def load_tensor(
-    ref: TensorRef, dtype: torch.dtype, device: str | torch.device = "cpu"
-) -> torch.Tensor:
-    """Read one tensor into memory of its own on `device`, converted to `dtype` there."""
-    buffer = bytearray(ref.nbytes)
-    with open(ref.path, "rb") as file:
-        file.seek(ref.offset)
-        if file.readinto(buffer) != ref.nbytes:
-            raise ModelError(f"{Path(ref.path).name} ends inside tensor {ref.name}")
-    tensor = torch.frombuffer(buffer, dtype=getattr(torch, ref.dtype)).reshape(ref.shape)
-    return tensor.to(device).to(dtype)
 
 
 def read_header(path: Path) -> list[TensorRef]:

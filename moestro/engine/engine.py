@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moestro.engine.messages import EngineInfo
+from moestro.engine.grammars import Grammars
+from moestro.engine.messages import EngineInfo, Tuning
+from moestro.expert_cache.policy import Policy
+from moestro.grammar.matcher import Matcher
 from moestro.kv_cache.manager import KVManager
 from moestro.scheduler.plan import DecodePlan, Sampled, SweepPlan
 from moestro.scheduler.scheduler import Scheduler
@@ -40,8 +43,8 @@ class Executor(Protocol):
     def sweeping(self) -> bool:
         """A sweep is open."""
 
-    def add(self, request: Request) -> None:
-        """Get ready for a new sequence."""
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Get ready for a new sequence; `matcher` when it has a grammar."""
 
     def forget(self, id: str) -> None:
         """The sequence is gone."""
@@ -71,14 +74,44 @@ class Executor(Protocol):
 class Cache(Protocol):
     """What the engine asks of an expert cache."""
 
+    def change_policy(self, policy: Policy) -> None:
+        """Go on under another policy; what is in memory stays there."""
+
     def stats(self) -> ExpertStats:
         """A snapshot of the counters."""
+
+    @property
+    def filling(self) -> bool:
+        """Whether experts are still coming to empty slots and host memory."""
+
+    def fill(self, *, beside_work: bool) -> None:
+        """Go on with that, for a bounded time. No step may be under way."""
+
+    def finish_fill(self, progress: Callable[[int, int], None]) -> None:
+        """Wait until it is over."""
 
     def check(self) -> None:
         """Raise AssertionError unless all tables agree and nothing is open."""
 
     def close(self) -> None:
         """End the threads."""
+
+
+class Policies(Protocol):
+    """Where policies come from."""
+
+    @property
+    def policy(self) -> Policy:
+        """The one in use."""
+
+    def make(self, name: str) -> Policy:
+        """One that could be used. Raises ConfigError."""
+
+    def save(self) -> None:
+        """Keep what the one in use has learned. Raises OSError."""
+
+    def use(self, policy: Policy) -> None:
+        """This one is in use from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +133,8 @@ class Engine:
         kv: KVManager,
         *,
         info: EngineInfo,
+        policies: Policies,
+        grammars: Grammars,
         closing: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,6 +143,9 @@ class Engine:
         self._executor = executor
         self._cache = cache
         self._kv = kv
+        self._policies = policies
+        self._grammars = grammars
+        self._resting = False  # nothing could be done in the last turn
         self._closing = closing
         self._clock = clock
         self._started = clock()
@@ -128,24 +166,52 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Take a request that passed `scheduler.limits.check`."""
-        self._scheduler.add(request, self._clock())
-        self._executor.add(request)
+        held = request.sampling.grammar is not None
+        self._scheduler.add(request, self._clock(), held=held)
+        if held:
+            self._grammars.start(request)
+        else:
+            self._executor.add(request)
 
     def abort(self, id: str) -> None:
         """End a sequence without an event; harmless when it is not known."""
         self._scheduler.abort(id)
+        self._grammars.forget(id)
 
     def step(self, wake: Callable[[], bool] = lambda: False) -> list[TokenEvent]:
-        """One turn. A sweep pauses early when `wake()` says that somebody wants attention."""
+        """One turn. A sweep pauses early when `wake()` says that somebody wants attention. Between
+        two turns, unless a step is under way, a part of the experts that fill the memory comes."""
+        events = self._turn(wake)
+        if self._cache.filling and not self._flying:
+            self._cache.fill(beside_work=not self.idle)
+        return events
+
+    @property
+    def compiling(self) -> bool:
+        """Whether there is nothing to do until a grammar is compiled."""
+        return self._resting and self._grammars.pending > 0
+
+    @property
+    def filling(self) -> bool:
+        """Whether experts are still coming to empty memory: an idle engine has turns to do then."""
+        return self._cache.filling
+
+    def finish_fill(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Wait until memory is full, on an idle engine. `progress(resident, total)`: experts."""
+        assert not self._flying, "a step is under way"
+        self._cache.finish_fill(progress)
+
+    def _turn(self, wake: Callable[[], bool]) -> list[TokenEvent]:
+        events = self._admit()
         plan = self._scheduler.schedule(self._clock(), self._step_seconds, self._beside_seconds)
+        self._resting = plan is None and not self._flying
         if plan is None:
-            return self._collect(0)
+            return events + self._collect(0)
         for number, id in plan.dropped:
             if self._executor.drop(number, id):
                 self._waited.pop(number, None)
         for id in plan.released:
             self._executor.forget(id)
-        events: list[TokenEvent] = []
         if plan.opened is not None:
             events += self._open(plan.opened)
         if plan.decode is not None:
@@ -155,6 +221,17 @@ class Engine:
         events += self._collect(1 if ahead and self._ahead else 0)
         if plan.advance is not None:
             events += self._advance(plan.advance, plan.budget, wake)
+        return events
+
+    def _admit(self) -> list[TokenEvent]:
+        """Let those start whose grammar is compiled; those with one that cannot be end."""
+        events: list[TokenEvent] = []
+        for request, outcome in self._grammars.done():
+            if isinstance(outcome, str):
+                events += self._scheduler.fail([request.id], outcome, self._clock())
+            else:
+                self._executor.add(request, outcome)
+                self._scheduler.ready(request.id)
         return events
 
     def _open(self, plan: SweepPlan) -> list[TokenEvent]:
@@ -237,6 +314,20 @@ class Engine:
         message = f"the step failed: {type(error).__name__}"
         return self._scheduler.fail(ids, message, self._clock())
 
+    def tune(self, tuning: Tuning) -> None:
+        """Change what can change, between two turns; nobody's work is lost.
+
+        Raises ConfigError and OSError, and then nothing has changed.
+        """
+        policy = self._policies.policy
+        if tuning.expert_policy != policy.name:
+            policy = self._policies.make(tuning.expert_policy)
+            self._policies.save()
+        self._scheduler.tune(tuning.max_num_seqs)
+        if policy is not self._policies.policy:
+            self._cache.change_policy(policy)
+            self._policies.use(policy)
+
     def stats(self) -> EngineStats:
         """A snapshot. `step_tokens` holds the steps since the last one."""
         tokens = list(self._step_tokens)
@@ -254,6 +345,7 @@ class Engine:
         """Raise AssertionError when any bookkeeping contradicts itself or a lease is open."""
         self._scheduler.check()
         self._cache.check()
+        assert not (self.idle and self._grammars.pending), "a grammar is compiled for nobody"
 
     def close(self) -> None:
         """Stop the workers, close files, keep what the policy learned."""

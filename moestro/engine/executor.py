@@ -17,6 +17,7 @@ from moestro.engine.experts import ExpertExecutor
 from moestro.engine.sampler import PromptScores, Sampler, with_prompt
 from moestro.engine.sweep import Sweep
 from moestro.expert_cache.cache import ExpertCache
+from moestro.grammar.matcher import Matcher
 from moestro.kernels.registry import serves
 from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.plan import DecodePlan, Sampled, SweepPlan
@@ -46,7 +47,7 @@ class Executor:
         self._piece = PIECE_FLOPS * threads
         self._experts = ExpertExecutor(cache, spec.moe.experts, self._piece)
         self._builder = DecodeBuilder(
-            kv.block_size, kv.layers, decoder.inverse, spec.attention.window, native_kernels
+            kv.block_size, kv.layers, decoder.rotary, spec.attention.window, native_kernels
         )
         self._sampler = sampler or Sampler(spec.vocab_size)
         self._done: deque[list[Sampled]] = deque()
@@ -64,9 +65,9 @@ class Executor:
         return bool(self._sweeps)
 
     @torch.inference_mode()
-    def add(self, request: Request) -> None:
-        """Get ready for a new sequence."""
-        self._sampler.add(request)
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Get ready for a new sequence; `matcher` when it has a grammar."""
+        self._sampler.add(request, matcher)
 
     def forget(self, id: str) -> None:
         """The sequence is gone."""

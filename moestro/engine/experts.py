@@ -63,7 +63,11 @@ class ExpertExecutor:
         self._cost = 3.0 * cache.gate_up[0].numel()  # FLOPs of one token in one expert
         self._piece = piece_flops
         self.exposed = 0.0  # seconds of compute stood still for experts, since start
-        self.wants_sequences = cache.wants_ids  # else nobody looks at whose rows they are
+
+    @property
+    def wants_sequences(self) -> bool:
+        """Whether anybody looks at whose rows they are."""
+        return self._cache.wants_ids
 
     def decode(
         self,

@@ -2,7 +2,8 @@
 
 Owns: the state that the server sees, and the order of a restart. Does not own: one process's life
 (`engine.link`), what is sent again and to whom (`engine.live`, `engine.roster`), how often
-(`engine.restarts`). All methods run on the event loop. Never loads torch.
+(`engine.restarts`), how silence is measured (`engine.watchdog`). All methods run on the event
+loop. Never loads torch.
 
 A new engine gets every live request with its tokens so far as `Request.generated`. What a token
 is depends on the tokens before it and on (seed, position) alone, so a stream goes on as if
@@ -15,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import zmq.asyncio
@@ -37,10 +40,14 @@ from moestro.engine.messages import (
     Stats,
     ToEngine,
     ToServer,
+    Tuned,
+    Tuning,
 )
 from moestro.engine.restarts import Restarts
 from moestro.engine.roster import Roster
 from moestro.engine.stream import Stream
+from moestro.engine.tuning import Tunings
+from moestro.engine.watchdog import Watchdog
 from moestro.errors import EngineDead, InvalidRequest, MoestroError, Unavailable
 from moestro.scheduler.limits import Limits, check
 from moestro.stats import EngineStats, SchedulerStats
@@ -49,7 +56,6 @@ from moestro.types import Finish, Request, TokenEvent
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 30.0  # of silence with requests open, until `stalled` says so
-LATE = 1.0  # seconds between two looks: this process stood still itself
 STARTING = ("starting", 0, 1)
 
 
@@ -79,8 +85,10 @@ class EngineHandle:
         self._limits: Limits | None = None
         self._live = Roster()
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._tunings = Tunings(config)
         self._numbers = itertools.count(1)
-        self._last_word = self._last_look = self._died = clock()
+        self._watchdog = Watchdog()
+        self._died = clock()
         self._outgoing: list[ToEngine] = []
         self._context = zmq.asyncio.Context()
         self._link: Link | None = None
@@ -100,9 +108,16 @@ class EngineHandle:
 
     @property
     def stalled(self) -> bool:
-        """Requests are open, and the engine has been silent for long, if not too long."""
-        bound = min(STALL_SECONDS, self._config.engine_stall_timeout / 2)
-        return self._silence() > bound
+        """The engine loads or has requests, and has been silent for long, if not too long."""
+        bound = self._patience / 2
+        if self.state == "ready":
+            bound = min(STALL_SECONDS, bound)
+        return self._watchdog.silence(self._clock()) > bound
+
+    @property
+    def foreground(self) -> int:
+        """Live sequences that somebody waits for."""
+        return self._live.foreground
 
     async def start(self) -> None:
         """Start the process. Returns at once; `state` and `progress` tell how loading goes."""
@@ -121,12 +136,12 @@ class EngineHandle:
             raise InvalidRequest(
                 f"The request asks for {len(requests)} sequences; this server holds {most} at most."
             )
-        waiting = len(self._live) - limits.max_num_seqs
+        waiting = self._live.foreground - limits.max_num_seqs
         for number, request in enumerate(requests):
             check(request, limits, waiting + number)
         now = self._clock()
-        if not self._live:
-            self._last_word = now
+        if not self._live and self.state == "ready":
+            self._watchdog.start(now)
         stream = Stream([request.id for request in requests], self.drop, self._death)
         for request in requests:
             self._live.add(Live(request, stream, now))
@@ -155,6 +170,19 @@ class EngineHandle:
             return self.snapshot
         finally:
             self._asked.pop(number, None)
+
+    async def tune(self, tuning: Tuning, max_num_queued: int) -> None:
+        """Change what can change while the engine runs; a new engine gets the same.
+
+        Raises Unavailable when it cannot be told now, InvalidRequest with what it has against it;
+        nothing has changed then.
+        """
+        if self.state != "ready" or self._limits is None:
+            raise Unavailable("The engine is not ready; nothing was changed.", code="engine_busy")
+        await self._tunings.change(next(self._numbers), tuning, max_num_queued, self._post)
+        self._limits = replace(
+            self._limits, max_num_seqs=tuning.max_num_seqs, max_num_queued=max_num_queued
+        )
 
     async def aclose(self) -> None:
         """Stop the process and free everything; harmless when done before. Open streams end with
@@ -187,14 +215,15 @@ class EngineHandle:
         address = f"ipc://{self._folder.name}/{self.restarts}.sock"
         link = Link(self._context, address, self._hear, self._command)
         link.start(self._config, self._model)
+        self._watchdog.start(self._clock())
         return link
 
     async def _keep(self, link: Link) -> None:
         """See to it that there is an engine, until it cannot be had any more."""
         while True:
-            reason = await self._reason(link)
+            ended, hung = await self._end_of(link)
             await link.close()
-            delay = self._crashed(reason)
+            delay = self._crashed(hung or ended, hung=hung is not None)
             if delay is None:
                 return
             await asyncio.sleep(delay)
@@ -204,36 +233,36 @@ class EngineHandle:
                 self._die(f"the engine process cannot be started again: {error}")
                 return
 
-    async def _reason(self, link: Link) -> str:
-        """Wait for the engine's end, and bring it about when it does nothing; says why it ended."""
-        stalled = False
+    async def _end_of(self, link: Link) -> tuple[str, str | None]:
+        """Wait for the engine's end, and bring it about when it hangs; says how, and why."""
+        hung: str | None = None
 
         def look() -> None:
-            nonlocal stalled
-            now = self._clock()
-            if now - self._last_look > LATE:  # what the engine said meanwhile is not read yet
-                self._last_word = now
-            self._last_look = now
-            if not stalled and self._silence() > self._config.engine_stall_timeout:
-                stalled = True
+            nonlocal hung
+            patience = self._patience
+            if self._watchdog.overdue(self._clock(), patience) and hung is None:
+                hung = f"the engine process gave no sign of life for {patience:g} s"
+                if self.state != "ready":
+                    stage, done, total = self.progress
+                    hung += f" while it was loading ({stage}: {done} of {total})"
                 link.kill()
 
-        self._last_look = self._clock()
-        ended = await link.ended(look)
-        timeout = self._config.engine_stall_timeout
-        return f"the engine process gave no sign of life for {timeout:g} s" if stalled else ended
+        return await link.ended(look), hung
 
-    def _silence(self) -> float:
-        """Seconds for which an engine that has work has said nothing."""
-        if self.state != "ready" or not self._live:
-            return 0.0
-        return self._clock() - self._last_word
+    @property
+    def _patience(self) -> float:
+        """Seconds that the engine may be silent, as things are."""
+        if self.state == "dead":
+            return math.inf
+        if self.state != "ready":
+            return self._config.engine_load_timeout
+        return self._config.engine_stall_timeout if self._live else math.inf
 
-    def _crashed(self, reason: str) -> float | None:
+    def _crashed(self, reason: str, *, hung: bool) -> float | None:
         """The process is gone; seconds until the next one is to start, or None."""
         if self.state == "dead":
             return None
-        if self.state == "loading":
+        if self.info is None and not hung:  # what ends the first start would end the next
             self._die(reason)
             return None
         delay = self._budget.next(self._clock(), ready=self.state == "ready")
@@ -243,7 +272,9 @@ class EngineHandle:
         log.error("%s; it is restarted with %d live requests", reason, len(self._live))
         if self.state == "ready":
             self._died = self._clock()
-        self.state, self.error, self.progress = "restarting", reason, STARTING
+        self.state = "loading" if self.info is None else "restarting"
+        self.error, self.progress = reason, STARTING
+        self._watchdog.start(self._clock())
         self._outgoing.clear()
         self._give_up_asking(reason)
         for live in self._live.crashed():
@@ -276,6 +307,7 @@ class EngineHandle:
         self._give_up_asking(reason)
 
     def _give_up_asking(self, reason: str) -> None:
+        self._tunings.give_up(reason)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineDead(reason))
@@ -296,7 +328,7 @@ class EngineHandle:
             self._link.send(messages)
 
     def _hear(self, message: ToServer) -> None:
-        self._last_word = self._clock()
+        self._watchdog.hear(self._clock())
         match message:
             case Events(events):
                 for event in events:
@@ -305,6 +337,8 @@ class EngineHandle:
                 self.snapshot = stats
                 if number in self._asked and not self._asked[number].done():
                     self._asked[number].set_result(stats)
+            case Tuned(number, error):
+                self._tunings.answered(number, error)
             case Progress(stage, done, total):
                 self.progress = (stage, done, total)
             case EngineInfo():
@@ -332,8 +366,8 @@ class EngineHandle:
         self.info = info
         self._limits = Limits(
             max_model_len=info.max_model_len,
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_queued=self._config.max_num_queued,
+            max_num_seqs=self._tunings.now.max_num_seqs,
+            max_num_queued=self._tunings.max_num_queued,
             vocab_size=info.vocab_size,
             kv_tokens=info.kv_tokens,
             max_sweep_tokens=self._config.max_sweep_tokens,
@@ -342,4 +376,7 @@ class EngineHandle:
             took = self._clock() - self._died
             log.warning("the engine serves again after %.1f s", took)
         self.state, self.error = "ready", None
+        tune = self._tunings.due()
+        if tune is not None:
+            self._post(tune)
         self._submit()

@@ -24,6 +24,7 @@ from moestro.engine.messages import Stop, ToEngine, ToServer
 
 COMMAND = (sys.executable, "-m", "moestro.engine.process")
 STOP_SECONDS = 5.0  # between asking the process to stop and killing it
+KILL_SECONDS = 10.0  # for a killed process to be gone; one that hangs in the kernel never is
 LAST_WORDS = 0.05  # seconds that they may still be in the socket after the process has ended
 TICK = 0.05  # seconds between two looks at whether the process lives
 
@@ -46,6 +47,7 @@ class Link:
         self._socket.bind(address)
         self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE)
         self._listening: asyncio.Task[None] | None = None
+        self._killed: float | None = None  # when, on the monotonic clock
 
     @property
     def pid(self) -> int:
@@ -72,15 +74,25 @@ class Link:
 
     async def ended(self, look: Callable[[], None]) -> str:
         """Wait for the process's end, calling `look` at each tick; says how it ended."""
-        while self.alive:
+        while not self._over:
             await asyncio.sleep(TICK)
             look()
+        if self.alive:
+            return f"the engine process cannot be killed (process {self.pid})"
         await asyncio.sleep(LAST_WORDS)
         return f"the engine process ended with code {self._process.returncode}"
 
     def kill(self) -> None:
         """End the process at once."""
+        self._killed = time.monotonic()
         self._process.kill()
+
+    @property
+    def _over(self) -> bool:
+        """The process has ended, or was killed and will not end."""
+        if self._killed is not None and time.monotonic() - self._killed > KILL_SECONDS:
+            return True
+        return not self.alive
 
     async def stop(self) -> None:
         """Ask the process to end, and kill it when it does not."""
@@ -104,7 +116,7 @@ class Link:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-        while self.alive:
+        while not self._over:
             await asyncio.sleep(0.02)
 
     async def _listen(self) -> None:

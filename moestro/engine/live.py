@@ -51,10 +51,16 @@ class Live:
         """It was submitted to the engine that runs now and has got nothing from it yet."""
         return self.submitted is not None and len(self.tokens) == self.seen
 
-    def crashed(self) -> None:
-        """The engine that it was submitted to is gone."""
+    def crashed(self) -> bool:
+        """The engine that it was submitted to is gone; whether it is to be given up for that.
+
+        Only a suspect is, one that was tried while nobody else waited for a token: a long prompt
+        may be in two crashes that it has nothing to do with.
+        """
+        blamed = self.waits_for_token and self.suspect
         self.crashes = self.crashes + 1 if self.waits_for_token else 1
         self.submitted = None
+        return blamed
 
     def take(self, event: TokenEvent, now: float) -> TokenEvent:
         """Record an event; returns it with times that count from the first engine."""

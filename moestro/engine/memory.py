@@ -108,6 +108,11 @@ def plan_memory(
         most=all_slots or len(spec.moe_layers) * spec.moe.experts + MIN_STAGING,
     )
     length = _model_length(spec, config)
+    if config.max_model_len is None and length < spec.max_positions:
+        notes.append(
+            f"context is {length} tokens, up to which the model's rotary frequencies are one set; "
+            f"--max-model-len up to {spec.max_positions} takes the other set for all sequences"
+        )
     wanted = _blocks_wanted(config, length)
     budget = config.gpu_memory or _automatic_budget(sizes, config, wanted)
     blocks, length = _blocks(sizes, config, wanted, length, budget - sizes.fixed, notes)
@@ -135,18 +140,26 @@ def plan_memory(
 
 
 def dense_bytes(spec: ModelSpec, size: int) -> int:
-    """Bytes of everything that is not an expert."""
+    """Bytes of everything that is not a routed expert, in elements of `size` bytes."""
     hidden = spec.hidden
-    total = spec.vocab_size * hidden * (1 if spec.tied_head else 2) + hidden
+    total = spec.vocab_size * hidden * (1 if spec.tied_head else 2) + 2 * hidden
+    total += spec.vocab_size if spec.head_bias else 0
+    wide = 0  # elements of 4 bytes
     for layer in spec.layers:
-        attention = layer.attention
+        attention, moe = layer.attention, layer.moe
         q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        total += (2 * q + 2 * kv) * hidden + 2 * hidden + q + 2 * kv
-        if layer.moe is None:
+        total += (2 * q + 2 * kv) * hidden + 5 * hidden + q + 2 * kv  # with norms and biases
+        if moe is None:
             total += 3 * hidden * layer.intermediate
+            continue
+        if moe.shared is not None:
+            total += 3 * hidden * moe.shared.intermediate + hidden
+        if moe.wide:
+            wide += moe.experts * hidden
         else:
-            total += layer.moe.experts * hidden
-    return total * size
+            total += moe.experts * hidden
+        wide += moe.experts if moe.biased else 0
+    return total * size + wide * 4
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, size: int) -> int:
@@ -170,7 +183,7 @@ def free_memory() -> int:
 
 
 def _model_length(spec: ModelSpec, config: Config) -> int:
-    wanted = config.max_model_len or spec.max_positions
+    wanted = config.max_model_len or spec.usual_positions
     if wanted > spec.max_positions:
         raise ConfigError(
             f"--max-model-len is {wanted}, but the model knows only {spec.max_positions} positions",

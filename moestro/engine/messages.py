@@ -29,6 +29,21 @@ class AskStats(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Tuning(msgspec.Struct, frozen=True):
+    """What of an engine can change while it runs."""
+
+    max_num_seqs: int  # at most what its memory was planned for
+    expert_policy: str
+    log_level: str
+
+
+class Tune(msgspec.Struct, tag=True, frozen=True):
+    """Server to engine: go on with these, all or none. Answered by `Tuned` with this number."""
+
+    number: int
+    tuning: Tuning
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Server to engine: end the process."""
 
@@ -76,5 +91,12 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-ToEngine = Add | Abort | AskStats | Stop
-ToServer = EngineInfo | Progress | Failed | Events | Stats
+class Tuned(msgspec.Struct, tag=True, frozen=True):
+    """Engine to server: the `Tune` of this number holds, or `error` says why nothing changed."""
+
+    number: int
+    error: str | None = None
+
+
+ToEngine = Add | Abort | AskStats | Tune | Stop
+ToServer = EngineInfo | Progress | Failed | Events | Stats | Tuned

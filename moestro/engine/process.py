@@ -34,14 +34,19 @@ from moestro.engine.messages import (
     Stop,
     ToEngine,
     ToServer,
+    Tune,
+    Tuned,
+    Tuning,
 )
 from moestro.errors import MoestroError
-from moestro.log import setup
+from moestro.log import set_level, setup
 from moestro.types import Finish, Request, TokenEvent
 
 log = logging.getLogger(__name__)
 
 IDLE_POLL = 500  # milliseconds without a message before looking around
+GRAMMAR_POLL = 2  # the same while only a grammar is compiled
+FILL_POLL = 2  # the same while experts come to memory
 STATS_EVERY = 0.25  # seconds between unasked snapshots while busy
 PROGRESS_EVERY = 0.05  # seconds between progress messages
 
@@ -80,7 +85,7 @@ class Loop:
     def run(self) -> None:
         """Until `Stop`."""
         while not self._stopping:
-            self._drain(wait=self._engine.idle)
+            self._drain(self._patience())
             events = self._engine.step(self._message_waits)
             if events:
                 self._outbox.send(Events(tuple(events)))
@@ -89,8 +94,14 @@ class Loop:
     def _message_waits(self) -> bool:
         return bool(self._socket.poll(0))
 
-    def _drain(self, wait: bool) -> None:
-        if not self._socket.poll(IDLE_POLL if wait else 0):
+    def _patience(self) -> int:
+        """Milliseconds to wait for a message."""
+        if not self._engine.idle:
+            return GRAMMAR_POLL if self._engine.compiling else 0
+        return FILL_POLL if self._engine.filling else IDLE_POLL
+
+    def _drain(self, wait: int) -> None:
+        if not self._socket.poll(wait):
             return
         while True:
             try:
@@ -108,6 +119,8 @@ class Loop:
                 self._engine.abort(id)
             case AskStats(number):
                 self._outbox.send(Stats(number, self._engine.stats()))
+            case Tune(number, tuning):
+                self._tune(number, tuning)
             case Stop():
                 self._stopping = True
 
@@ -119,10 +132,21 @@ class Loop:
             end = TokenEvent(request.id, finish=Finish.ERROR, error=error.message)
             self._outbox.send(Events((end,)))
 
+    def _tune(self, number: int, tuning: Tuning) -> None:
+        """Between two turns."""
+        try:
+            self._engine.tune(tuning)
+        except (MoestroError, OSError) as error:
+            self._outbox.send(Tuned(number, str(error)))
+            return
+        set_level(tuning.log_level)
+        self._outbox.send(Tuned(number))
+
     def _report(self) -> None:
         """Unasked snapshots: now and then while busy, and once when all work is done."""
         now = time.monotonic()
-        if self._engine.idle or now - self._last_stats >= STATS_EVERY:
+        rests = self._engine.idle and not self._engine.filling
+        if rests or now - self._last_stats >= STATS_EVERY:
             self._last_stats = now
             self._outbox.send(Stats(0, self._engine.stats()))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Restarts:
-    """At most `most` restarts within `window` seconds."""
+    """At most `most` restarts within `window` seconds, and of engines that never get ready."""
 
     most: int
     window: float = 600.0
@@ -28,7 +28,8 @@ class Restarts:
         self._unready = 0 if ready else self._unready + 1
         while self._recent and now - self._recent[0] >= self.window:
             self._recent.popleft()
-        if len(self._recent) >= self.most:
+        # A load may take longer than the window, so that the window alone would never end it.
+        if len(self._recent) >= self.most or self._unready > self.most:
             return None
         self._recent.append(now)
         self.total += 1
@@ -40,4 +41,6 @@ class Restarts:
         if not self.most:
             return "it is not restarted (--engine-restarts 0)"
         times = "once" if self.most == 1 else f"{self.most} times"
+        if self._unready > self.most:
+            return f"it was restarted {times} without getting ready"
         return f"it was restarted {times} within {self.window / 60:g} minutes"

@@ -4,8 +4,8 @@ Owns: the order of arrival and the search for a request that kills engines. Does
 known of each (`engine.live`).
 
 After a crash all requests are tried again together. When the next crash comes before any token,
-those that were in it are suspects. Suspects are tried one at a time, each when everybody else has
-got a token, so that in the end only the one to blame is given up.
+those that waited for one are suspects. Suspects are tried one at a time, each when everybody else
+has got a token, and the one that an engine dies of then is given up.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ class Roster:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def foreground(self) -> int:
+        """Those that somebody waits for."""
+        return sum(not live.request.background for live in self._live.values())
 
     def __iter__(self) -> Iterator[Live]:
         return iter(tuple(self._live.values()))
@@ -47,12 +52,8 @@ class Roster:
 
     def crashed(self) -> list[Live]:
         """The engine is gone; returns those that are not to be tried again (one at most)."""
-        submitted = [live for live in self if live.submitted is not None]
-        for live in submitted:
-            live.crashed()
         self._holding = True
-        suspects = [live for live in submitted if live.suspect]
-        return suspects if len(suspects) == 1 else []
+        return [live for live in self if live.submitted is not None and live.crashed()]
 
     def due(self) -> list[Live]:
         """Those to submit now, in order of arrival."""

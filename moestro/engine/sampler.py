@@ -2,20 +2,26 @@
 
 Owns: penalties, filters, the random numbers and log-probabilities. The random number of output
 position p is a hash of (seed, p), so batch neighbours and preemption change nothing. Order of
-edits: logit_bias and bans, repetition penalty, frequency and presence penalty, temperature,
-min_p, top_k, top_p.
+edits: the grammar's mask, logit_bias and bans, repetition penalty, frequency and presence penalty,
+temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
+from moestro.grammar.constraint import Constraint
+from moestro.grammar.matcher import Matcher
+from moestro.grammar.vocabulary import words
 from moestro.scheduler.plan import Sampled, SweepRow
 from moestro.types import Request, SamplingParams, TokenLogprobs
 
+NOT_FINITE = "the model's output is not a finite number"
 _MASK = (1 << 64) - 1
 
 
@@ -32,10 +38,15 @@ class Row:
     """What the sampler keeps for one sequence: its parameters and the tokens it has seen."""
 
     def __init__(
-        self, request: Request, vocab_size: int, device: torch.device | str = "cpu"
+        self,
+        request: Request,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        matcher: Matcher | None = None,
     ) -> None:
         params = request.sampling
         self.params = params
+        self.constraint = None if matcher is None else Constraint(matcher, params)
         self.greedy = params.temperature == 0.0
         self.edits = bool(params.logit_bias) or _penalises(params)
         stops = [*params.eos_token_ids, *params.stop_token_ids]
@@ -54,8 +65,8 @@ class Row:
             self.record(token)
 
     def banned(self, index: int) -> bool:
-        """Whether output `index` must not end the sequence."""
-        return index < self.params.min_tokens and len(self._stops) > 0
+        """Whether output `index` must not end the sequence. A grammar's mask sees to it itself."""
+        return self.constraint is None and index < self.params.min_tokens and len(self._stops) > 0
 
     def edit(self, logits: torch.Tensor, index: int) -> None:
         """Apply bias, bans and penalties to one row [vocab] in place."""
@@ -92,9 +103,9 @@ class Sampler:
         self._vocab = vocab_size
         self._rows: dict[str, Row] = {}
 
-    def add(self, request: Request) -> None:
-        """A new sequence."""
-        self._rows[request.id] = Row(request, self._vocab)
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """A new sequence; `matcher` when it has a grammar."""
+        self._rows[request.id] = Row(request, self._vocab, matcher=matcher)
 
     def forget(self, id: str) -> None:
         """The sequence is gone."""
@@ -108,15 +119,20 @@ class Sampler:
         self, ids: Sequence[str], indexes: Sequence[int], logits: torch.Tensor
     ) -> list[Sampled]:
         """One token a row. logits [B, vocab] float32 (may be overwritten); `indexes` are the
-        numbers of outputs sampled before. A row whose logits are not finite gets an error."""
+        numbers of outputs sampled before. A row whose logits are not finite gets an error, as does
+        one whose grammar allows nothing."""
         rows = [self._rows[id] for id in ids]
         best, greedy = logits.max(-1)
         finite = torch.isfinite(best).tolist()
         logprobs = self._logprobs(rows, logits)
         tokens = greedy.tolist()
-        edited = [i for i, row in enumerate(rows) if row.edits or row.banned(indexes[i])]
-        for i in edited:
-            rows[i].edit(logits[i], indexes[i])
+        faults: dict[int, str | None] = {}
+        for i, (row, index) in enumerate(zip(rows, indexes, strict=True)):
+            if row.constraint is not None:
+                faults[i] = constrain(row.constraint, index, logits[i])
+            elif not (row.edits or row.banned(index)):
+                continue
+            row.edit(logits[i], index)
             tokens[i] = int(logits[i].argmax())
         drawn = [i for i, row in enumerate(rows) if not row.greedy and finite[i]]
         if drawn:
@@ -127,9 +143,16 @@ class Sampler:
             )
             for i, token in zip(drawn, chosen, strict=True):
                 tokens[i] = token
+        for i, fine in enumerate(finite):
+            if not fine:
+                faults[i] = NOT_FINITE
         return [
-            self._result(id, row, tokens[i], finite[i], None if logprobs is None else logprobs[i])
-            for i, (id, row) in enumerate(zip(ids, rows, strict=True))
+            self._result(
+                Sampled(id, tokens[i], error=faults.get(i)),
+                indexes[i],
+                None if logprobs is None else logprobs[i],
+            )
+            for i, id in enumerate(ids)
         ]
 
     def _logprobs(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor | None:
@@ -137,16 +160,29 @@ class Sampler:
             return None
         return torch.log_softmax(logits, -1)
 
-    def _result(
-        self, id: str, row: Row, token: int, finite: bool, logprobs: torch.Tensor | None
-    ) -> Sampled:
-        if not finite:
-            return Sampled(id, 0, error="the model's output is not a finite number")
+    def _result(self, one: Sampled, index: int, logprobs: torch.Tensor | None) -> Sampled:
+        """The same with all that is reported of it."""
+        if one.error is not None:
+            return Sampled(one.id, 0, error=one.error)
+        row, token = self._rows[one.id], one.token
         row.record(token)
-        wanted = row.params.logprobs
+        wanted, complete = row.params.logprobs, False
+        if row.constraint is not None:
+            row.constraint.record(token, index)
+            complete = row.constraint.complete
         if wanted is None or logprobs is None:
-            return Sampled(id, token)
-        return Sampled(id, token, token_logprobs(logprobs, token, wanted))
+            return Sampled(one.id, token, complete=complete)
+        return Sampled(one.id, token, token_logprobs(logprobs, token, wanted), complete=complete)
+
+
+def constrain(constraint: Constraint, index: int, logits: torch.Tensor) -> str | None:
+    """Set what output `index` may not be to -inf in one row [vocab]; returns why it can be
+    nothing, and then changes nothing, or None."""
+    bits = np.empty(words(len(logits)), np.int32)
+    fault = constraint.allow_into(bits, index)
+    allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(logits)]
+    logits.masked_fill_(torch.from_numpy(allowed) == 0, -math.inf)
+    return fault
 
 
 def token_logprobs(logprobs: torch.Tensor, token: int, count: int) -> TokenLogprobs:
@@ -204,8 +240,7 @@ def with_prompt(
     """What a row of a sweep sampled, if it did, with its prompt's reports, if it has any."""
     if prompt is None:
         return one
-    base = one or Sampled(id, -1)
-    return Sampled(base.id, base.token, base.logprobs, prompt, base.error)
+    return replace(one or Sampled(id, -1), prompt_logprobs=prompt)
 
 
 def draw(
@@ -219,8 +254,12 @@ def draw(
     cumulative = probs.cumsum(-1)
     targets = torch.tensor(numbers, dtype=torch.float64)[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    last = logits.shape[-1] - 1
-    return [min(token, last) for token in found.tolist()]
+    vocab = logits.shape[-1]
+    return [
+        # Rounding must not lead behind the last token that has a probability.
+        token if token < vocab else int(probs[row].nonzero()[-1])
+        for row, token in enumerate(found.tolist())
+    ]
 
 
 def _filter(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -55,7 +55,7 @@ class Sweep:
         self._experts = experts
         self._pieces = Pieces(piece_flops, decoder.spec.hidden)
         self.segments = [
-            build_segment(row, kv.block_size, kv.layers, decoder.inverse) for row in plan.rows
+            build_segment(row, kv.block_size, kv.layers, decoder.rotary) for row in plan.rows
         ]
         self._x = decoder.embed(cat_rows([segment.tokens for segment in self.segments]))
         self._work = self._run()
@@ -187,15 +187,20 @@ class Sweep:
         if layer.spec.moe is None:
             size = self._pieces.rows(3 * layer.spec.intermediate)
             for lo in range(0, len(x), size):
-                x[lo : lo + size] += layer.dense(layer.post_norm(x[lo : lo + size]))
+                rows = x[lo : lo + size]
+                layer.add(rows, layer.dense(layer.post_norm(rows)))
                 yield
             return
         normed, out = torch.empty_like(x), torch.zeros_like(x)
         weights, ids = [], []
-        size = min(512, self._pieces.rows(layer.spec.moe.experts))
+        shared = layer.spec.moe.shared
+        width = layer.spec.moe.experts + (3 * shared.intermediate if shared else 0)
+        size = min(512, self._pieces.rows(width))
         for lo in range(0, len(x), size):
             normed[lo : lo + size] = layer.post_norm(x[lo : lo + size])
             share, chosen = layer.route(normed[lo : lo + size])
+            if layer.has_shared:
+                out[lo : lo + size] = layer.shared(normed[lo : lo + size])
             weights.append(share)
             ids.append(chosen)
             yield
@@ -205,7 +210,7 @@ class Sweep:
         yield from self._experts.pieces(
             layer.ordinal, normed, cat_rows(weights), cat_rows(ids), names, out
         )
-        x += out
+        layer.add(x, out)
 
 
 _DONE = object()

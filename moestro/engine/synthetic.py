@@ -97,6 +97,12 @@ class RoutingSource:
         """Experts of the next step of these sequences: [layers, rows, top_k], distinct in a row."""
         return self._rows.step(ids)
 
+    @property
+    def law(self) -> Floats | None:
+        """log p of each expert, [layers, experts], for prompts; None where a trace is replayed:
+        then prompts are routed by the routers."""
+        return self._rows.law() if isinstance(self._rows, Draws) else None
+
 
 class Alias:
     """Draws from fixed weights in two look-ups each (the alias method, Vose 1991)."""
@@ -140,6 +146,12 @@ class Draws:
         self._known: dict[str, int] = {}  # sequence -> row of the last step
         self._last = np.empty((layers, 0, top_k), np.int32)
         self._claim = np.empty(0, np.int32)  # kept: fresh memory costs as much as drawing
+
+    def law(self) -> Floats:
+        """As `RoutingSource.law`."""
+        made = np.empty(self._expert.shape)
+        np.put_along_axis(made, self._expert, np.broadcast_to(self._log, made.shape), 1)
+        return made
 
     def step(self, ids: Sequence[str]) -> Ids:
         """As `RoutingSource.step`."""

@@ -1,20 +1,23 @@
-"""From a checkpoint's tensors to a decoder's weights and the experts' byte ranges.
+"""From a checkpoint's tensors to a decoder's weights.
 
-Owns: which tensor goes where. Experts are never loaded here: their bytes are only located, so
-that the expert cache can read them from the checkpoint's own files.
+Owns: which dense tensor goes where. Routed experts are never loaded here: `engine.expert_files`
+only locates their bytes, and the expert cache reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 
-from moestro.engine.checkpoint import Checkpoint, TensorRef, check_ref, load_tensor
-from moestro.engine.models.spec import ExpertNames, LayerSpec, ModelSpec, QKNorm
+from moestro.engine.checkpoint import Checkpoint, TensorRef
+from moestro.engine.expert_files import expert_tensors
+from moestro.engine.models.rope import RopeSpec
+from moestro.engine.models.spec import AttentionSpec, ModelSpec, MoESpec, Norm, QKNorm
+from moestro.engine.tensor_reader import TensorReader
 from moestro.errors import ModelError
-from moestro.expert_cache.layout import ExpertSource, Extent
 
 Shape = tuple[int, ...]
 
@@ -34,6 +37,12 @@ class LayerWeights:
     router: torch.Tensor | None  # [experts, hidden]
     gate_up: torch.Tensor | None  # dense layers: [2 * intermediate, hidden]
     down: torch.Tensor | None  # dense layers: [hidden, intermediate]
+    input_norm_bias: torch.Tensor | None = None
+    post_norm_bias: torch.Tensor | None = None
+    router_bias: torch.Tensor | None = None  # float32 [experts], to choose by
+    shared_gate_up: torch.Tensor | None = None  # [2 * shared intermediate, hidden]
+    shared_down: torch.Tensor | None = None  # [hidden, shared intermediate]
+    shared_gate: torch.Tensor | None = None  # [1, hidden]
 
 
 @dataclass(slots=True)
@@ -44,20 +53,25 @@ class DecoderWeights:
     layers: list[LayerWeights]
     final_norm: torch.Tensor  # [hidden]
     head: torch.Tensor  # [vocab, hidden], the embedding itself when tied
+    final_norm_bias: torch.Tensor | None = None
+    head_bias: torch.Tensor | None = None  # [vocab]
 
     def nbytes(self) -> int:
         """Bytes in memory, a tied head counted once."""
-        seen: dict[int, int] = {}
-        for layer in self.layers:
-            for tensor in (getattr(layer, name) for name in LayerWeights.__slots__):
-                if tensor is not None:
-                    seen[tensor.data_ptr()] = tensor.nbytes
-        for tensor in (self.embedding, self.final_norm, self.head):
-            seen[tensor.data_ptr()] = tensor.nbytes
-        return sum(seen.values())
+        found = [getattr(self, field.name) for field in fields(self)]
+        found += [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
+        tensors = {t.data_ptr(): t.nbytes for t in found if isinstance(t, torch.Tensor)}
+        return sum(tensors.values())
 
 
-Read = Callable[[str, Shape], torch.Tensor]
+class Read(Protocol):
+    """Gives the tensor of a name and a shape, in the compute dtype or float32 (`wide`)."""
+
+    def __call__(self, name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
+        """ModelError when it is missing or of another shape."""
+
+
+Exists = Callable[[str], bool]
 
 
 def load_dense(
@@ -67,21 +81,33 @@ def load_dense(
     progress: Callable[[int, int], None],
     device: str | torch.device = "cpu",
 ) -> DecoderWeights:
-    """Read every tensor that is not an expert, each to `device` before the next is read.
+    """Read every tensor that is not an expert to `device`, many pieces at the same time.
 
     `progress(done, total)` counts bytes.
     """
-    total = sum(ref.nbytes for ref in checkpoint.tensors.values() if ".experts." not in ref.name)
-    done = 0
+    refs, wide_names = _dense_refs(checkpoint, spec)
+    with TensorReader(refs, dtype, torch.device(device), progress, wide=wide_names) as reader:
 
-    def read(name: str, shape: Shape) -> torch.Tensor:
-        nonlocal done
-        ref = checkpoint.need(name, shape)
-        done += ref.nbytes
-        progress(done, total)
-        return load_tensor(ref, dtype, device)
+        def read(name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
+            return reader.take(checkpoint.need(name, shape))
 
-    return assemble(spec, read, lambda names: checkpoint.find(names) is not None)
+        return assemble(spec, read, checkpoint.tensors.__contains__)
+
+
+def _dense_refs(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[TensorRef], frozenset[str]]:
+    """What `assemble` asks for, in its order, and which of it stays float32. ModelError when one
+    is missing or misshapen."""
+    refs: list[TensorRef] = []
+    wide_names: set[str] = set()
+
+    def note(name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
+        refs.append(checkpoint.need(name, shape))
+        if wide:
+            wide_names.add(name)
+        return torch.empty(shape, device="meta")
+
+    assemble(spec, note, checkpoint.tensors.__contains__)
+    return refs, frozenset(wide_names)
 
 
 def dummy_dense(
@@ -93,67 +119,131 @@ def dummy_dense(
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def read(name: str, shape: Shape) -> torch.Tensor:
+    def read(name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
+        kind = torch.float32 if wide else dtype
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(shape, fill, dtype=dtype, device=device)
-        std = 1.0 if "embed_tokens" in name else 0.02
-        empty = torch.empty(shape, dtype=dtype, device=device)
+            return torch.full(shape, fill, dtype=kind, device=device)
+        std = 1.0 if name.startswith(spec.names.embedding) else 0.02
+        empty = torch.empty(shape, dtype=kind, device=device)
         return empty.normal_(0.0, std, generator=generator)
 
-    return assemble(spec, read, lambda names: True)
+    return assemble(spec, read, lambda name: True)
 
 
-def assemble(
-    spec: ModelSpec, read: Read, exists: Callable[[tuple[str, ...]], bool]
-) -> DecoderWeights:
-    """Build the decoder's weights by asking `read(name, shape)` for every tensor."""
-    embedding = read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden))
+def assemble(spec: ModelSpec, read: Read, exists: Exists) -> DecoderWeights:
+    """Build the decoder's weights by asking `read` for every tensor."""
+    names, table = spec.names, (spec.vocab_size, spec.hidden)
+    embedding = read(f"{names.embedding}.weight", table)
     layers = [_layer(spec, index, read, exists) for index in range(len(spec.layers))]
-    norm = read("model.norm.weight", (spec.hidden,))
-    head = embedding if spec.tied_head else read("lm_head.weight", (spec.vocab_size, spec.hidden))
-    return DecoderWeights(embedding, layers, norm, head)
-
-
-def _layer(
-    spec: ModelSpec, index: int, read: Read, exists: Callable[[tuple[str, ...]], bool]
-) -> LayerWeights:
-    layer, hidden = spec.layers[index], spec.hidden
-    attention = layer.attention
-    prefix = f"model.layers.{index}."
-    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-
-    def stack(ends: tuple[tuple[str, int], ...], suffix: str, *shape: int) -> torch.Tensor:
-        return torch.cat([read(f"{prefix}{end}.{suffix}", (rows, *shape)) for end, rows in ends])
-
-    projections = (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv))
-    q_norm, k_norm = _qk_norm_shapes(layer)
-    router, gate_up, down = None, None, None
-    if layer.moe is None:
-        ends = (("mlp.gate_proj", layer.intermediate), ("mlp.up_proj", layer.intermediate))
-        gate_up = stack(ends, "weight", hidden)
-        down = read(prefix + "mlp.down_proj.weight", (hidden, layer.intermediate))
-    else:
-        names = tuple(name.format(l=index) for name in spec.names.router)
-        name = next((n for n in names if exists((n,))), names[0])
-        router = read(name, (layer.moe.experts, hidden))
-    return LayerWeights(
-        input_norm=read(prefix + "input_layernorm.weight", (hidden,)),
-        post_norm=read(prefix + "post_attention_layernorm.weight", (hidden,)),
-        qkv=stack(projections, "weight", hidden),
-        qkv_bias=stack(projections, "bias") if attention.qkv_bias else None,
-        out=read(prefix + "self_attn.o_proj.weight", (hidden, q)),
-        out_bias=read(prefix + "self_attn.o_proj.bias", (hidden,)) if attention.out_bias else None,
-        q_norm=read(prefix + "self_attn.q_norm.weight", q_norm) if q_norm else None,
-        k_norm=read(prefix + "self_attn.k_norm.weight", k_norm) if k_norm else None,
-        router=router,
-        gate_up=gate_up,
-        down=down,
+    norm, norm_bias = _norm(spec, names.final_norm, read)
+    return DecoderWeights(
+        embedding=embedding,
+        layers=layers,
+        final_norm=norm,
+        head=embedding if spec.tied_head else read(f"{names.head}.weight", table),
+        final_norm_bias=norm_bias,
+        head_bias=read(f"{names.head}.bias", (spec.vocab_size,)) if spec.head_bias else None,
     )
 
 
-def _qk_norm_shapes(layer: LayerSpec) -> tuple[Shape | None, Shape | None]:
+def _norm(spec: ModelSpec, name: str, read: Read) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = read(f"{name}.weight", (spec.hidden,))
+    return weight, read(f"{name}.bias", (spec.hidden,)) if spec.norm is Norm.LAYER else None
+
+
+def _layer(spec: ModelSpec, index: int, read: Read, exists: Exists) -> LayerWeights:
+    layer, names = spec.layers[index], spec.names
     attention = layer.attention
+    q_norm, k_norm = _qk_norm_shapes(attention)
+    out, q = names.out.format(l=index), attention.heads * attention.head_dim
+    input_norm, input_norm_bias = _norm(spec, names.input_norm.format(l=index), read)
+    post_norm, post_norm_bias = _norm(spec, names.post_norm.format(l=index), read)
+    qkv, qkv_bias = _qkv(spec, attention, index, read)
+    weights = LayerWeights(
+        input_norm=input_norm,
+        post_norm=post_norm,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        out=read(f"{out}.weight", (spec.hidden, q)),
+        out_bias=read(f"{out}.bias", (spec.hidden,)) if attention.out_bias else None,
+        q_norm=read(f"{names.q_norm.format(l=index)}.weight", q_norm) if q_norm else None,
+        k_norm=read(f"{names.k_norm.format(l=index)}.weight", k_norm) if k_norm else None,
+        router=None,
+        gate_up=None,
+        down=None,
+        input_norm_bias=input_norm_bias,
+        post_norm_bias=post_norm_bias,
+    )
+    if layer.moe is None:
+        weights.gate_up, weights.down = _mlp(spec, names.dense, index, layer.intermediate, read)
+    else:
+        _add_moe(weights, spec, layer.moe, index, read, exists)
+    return weights
+
+
+def _qkv(
+    spec: ModelSpec, attention: AttentionSpec, index: int, read: Read
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The projections to queries, keys and values as one, with its bias if there is one."""
+    names = [name.format(l=index) for name in spec.names.qkv]
+    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    rows = (q, kv, kv) if len(names) == 3 else (q + 2 * kv,)
+
+    def stack(suffix: str, *shape: int) -> torch.Tensor:
+        parts = [read(f"{n}.{suffix}", (r, *shape)) for n, r in zip(names, rows, strict=True)]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return _half_split(whole, attention, spec.rope) if spec.rope.interleaved else whole
+
+    return stack("weight", spec.hidden), stack("bias") if attention.qkv_bias else None
+
+
+def _half_split(qkv: torch.Tensor, attention: AttentionSpec, rope: RopeSpec) -> torch.Tensor:
+    """Rows [(heads + 2 * kv_heads) * head_dim, ...], reordered in each head of q and k: pairs 2i
+    and 2i + 1 become i and i + dim / 2. Products of q and k are what they were."""
+    assert attention.qk_norm is QKNorm.NONE, "its weights would have to be reordered too"
+    even = torch.arange(0, rope.dim, 2, device=qkv.device)
+    rest = torch.arange(rope.dim, attention.head_dim, device=qkv.device)
+    order = torch.cat((even, even + 1, rest))
+    heads = qkv.view(-1, attention.head_dim, *qkv.shape[1:])
+    turned = attention.heads + attention.kv_heads
+    return torch.cat((heads[:turned].index_select(1, order), heads[turned:])).flatten(0, 1)
+
+
+def _mlp(
+    spec: ModelSpec, templates: tuple[str, ...], index: int, width: int, read: Read
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up [2 * width, hidden] and down [hidden, width], from three modules or from two."""
+    *ups, down = (name.format(l=index) for name in templates)
+    rows = 2 * width // len(ups)
+    parts = [read(f"{name}.weight", (rows, spec.hidden)) for name in ups]
+    gate_up = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return gate_up, read(f"{down}.weight", (spec.hidden, width))
+
+
+def _add_moe(
+    weights: LayerWeights, spec: ModelSpec, moe: MoESpec, index: int, read: Read, exists: Exists
+) -> None:
+    names = spec.names
+
+    def first(templates: tuple[str, ...]) -> str:
+        options = [template.format(l=index) for template in templates]
+        return next((name for name in options if exists(name)), options[0])
+
+    weights.router = read(first(names.router), (moe.experts, spec.hidden), wide=moe.wide)
+    if moe.biased:
+        shape = (*(1,) * (names.router_bias_rank - 1), moe.experts)
+        weights.router_bias = read(first(names.router_bias), shape, wide=True).reshape(-1)
+    if moe.shared is not None:
+        weights.shared_gate_up, weights.shared_down = _mlp(
+            spec, names.shared, index, moe.shared.intermediate, read
+        )
+        if moe.shared.gated:
+            gate = names.shared_gate.format(l=index)
+            weights.shared_gate = read(f"{gate}.weight", (1, spec.hidden))
+
+
+def _qk_norm_shapes(attention: AttentionSpec) -> tuple[Shape | None, Shape | None]:
     if attention.qk_norm is QKNorm.NONE:
         return None, None
     if attention.qk_norm is QKNorm.HEAD:
@@ -161,86 +251,22 @@ def _qk_norm_shapes(layer: LayerSpec) -> tuple[Shape | None, Shape | None]:
     return (attention.heads * attention.head_dim,), (attention.kv_heads * attention.head_dim,)
 
 
-def expert_sources(checkpoint: Checkpoint, spec: ModelSpec) -> list[ExpertSource]:
-    """Byte ranges of every expert, layer by layer; `ExpertSource.layer` counts MoE layers."""
-    return [
-        ExpertSource(ordinal, expert, _extents(checkpoint, spec, layer, expert))
-        for ordinal, layer in enumerate(spec.moe_layers)
-        for expert in range(spec.moe.experts)
-    ]
-
-
-def _extents(
-    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert: int
-) -> tuple[Extent, ...]:
-    width, hidden, count = spec.moe.intermediate, spec.hidden, spec.moe.experts
-    for names in spec.names.experts:
-        gate, up, down = (name.format(l=layer, e=expert) for name in names.each)
-        if gate in checkpoint.tensors:
-            need = checkpoint.need
-            return (
-                _extent(need(gate, (width, hidden)), "gate_up", 0, width),
-                _extent(need(up, (width, hidden)), "gate_up", width, width),
-                _extent(need(down, (hidden, width)), "down", 0, hidden),
-            )
-        packed = _packed(checkpoint, names, layer)
-        if packed is not None:
-            gate_up = check_ref(packed[0], (count, 2 * width, hidden))
-            stacked = check_ref(packed[1], (count, hidden, width))
-            return (
-                _extent(gate_up, "gate_up", 0, 2 * width, expert, count),
-                _extent(stacked, "down", 0, hidden, expert, count),
-            )
-    tried = spec.names.experts[0].each[0].format(l=layer, e=expert)
-    raise ModelError(f"layer {layer} has no expert {expert}: {tried} is missing")
-
-
-def _packed(
-    checkpoint: Checkpoint, names: ExpertNames, layer: int
-) -> tuple[TensorRef, TensorRef] | None:
-    gate_up, down = (checkpoint.tensors.get(name.format(l=layer)) for name in names.packed)
-    if gate_up is None or down is None:
-        return None
-    return gate_up, down
-
-
-def _extent(
-    ref: TensorRef, part: str, row: int, rows: int, index: int = 0, count: int = 1
-) -> Extent:
-    size = ref.nbytes // count
-    return Extent(ref.path, ref.offset + index * size, size, ref.dtype, part, row, rows)
-
-
 def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Raise if a dense tensor is missing or of a wrong shape, or one has no place in the model.
 
     Reads headers only, so that a damaged checkpoint is found before anything is loaded.
     """
-    expected = _expected_names(checkpoint, spec)
+    expected = {ref.name for ref in _dense_refs(checkpoint, spec)[0]} | expert_tensors(spec)
+    if spec.tied_head:
+        expected.add(f"{spec.names.head}.weight")
     extra = sorted(
         name
         for name in checkpoint.tensors
-        if name not in expected and not name.endswith("rotary_emb.inv_freq")
+        if name not in expected
+        and not name.endswith("rotary_emb.inv_freq")
+        and not name.startswith(spec.names.unused)
     )
-    if spec.tied_head:
-        extra = [name for name in extra if name != "lm_head.weight"]
     if extra:
         raise ModelError(
             f"{len(extra)} tensors have no place in a {spec.family} model: {', '.join(extra[:5])}"
         )
-
-
-def _expected_names(checkpoint: Checkpoint, spec: ModelSpec) -> set[str]:
-    names: set[str] = set()
-
-    def read(name: str, shape: Shape) -> torch.Tensor:
-        names.add(checkpoint.need(name, shape).name)
-        return torch.empty(shape, device="meta")
-
-    assemble(spec, read, lambda options: checkpoint.find(options) is not None)
-    for layer in spec.moe_layers:
-        for each in spec.names.experts:
-            names.update(name.format(l=layer) for name in each.packed)
-            for expert in range(spec.moe.experts):
-                names.update(name.format(l=layer, e=expert) for name in each.each)
-    return names

@@ -3,16 +3,25 @@
 Owns: the map, the leases on entries, and the order in which entries leave. Does not own the
 memory (`arena.HostArena` does). No torch. One thread uses it.
 
-Order of leaving: an expert that also sits in a slot goes first (its copy here is redundant),
-least recently used first among equals. A leased entry (being filled or copied from) never leaves.
+Order of leaving: the copy that would be missed least goes first, by the judgement that it was made
+with. Without one, an expert that also sits in a slot goes first (its copy here is redundant). Among
+equals, the least recently used. A leased entry (being filled or copied from) never leaves.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Collection
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from moestro.errors import ConfigError
+from moestro.expert_cache.policy import Floats, Ints
+
+# What losing each of these keys would cost, the first `n` of which sit in slots too.
+Loss = Callable[[Ints, int], Floats]
 
 
 class Claim(NamedTuple):
@@ -25,10 +34,11 @@ class Claim(NamedTuple):
 class ArenaTable:
     """Bookkeeping of `capacity` entries; as many can be leased at once, so that is its minimum."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, loss: Loss | None = None) -> None:
         if capacity < 1:
             raise ConfigError(f"the host arena holds {capacity} experts; it needs at least 1")
         self.capacity = capacity
+        self._loss = loss
         self._entry: dict[int, int] = {}  # key -> entry
         self._leases: dict[int, int] = {}  # key -> open leases, at least 1
         self._shadowed: set[int] = set()  # keys that also sit in a slot, here or not
@@ -51,9 +61,19 @@ class ArenaTable:
         """Where an expert that is held is."""
         return self._entry[key]
 
-    def entries(self) -> list[tuple[int, int]]:
-        """(key, entry) of all experts held and filled or being filled."""
-        return list(self._entry.items())
+    def entries(self) -> dict[int, int]:
+        """Key to entry, of all experts held and filled or being filled."""
+        return dict(self._entry)
+
+    @property
+    def spare(self) -> bool:
+        """Whether an entry can be had without giving up an expert that is in no slot."""
+        return bool(self._free or self._redundant)
+
+    @property
+    def alone(self) -> int:
+        """How many experts are held here, or being filled, and sit in no slot."""
+        return len(self._entry.keys() - self._shadowed)
 
     def lease(self, key: int) -> Claim | None:
         """Lease the entry of `key`, making room when it has none; None when all are leased."""
@@ -89,12 +109,13 @@ class ArenaTable:
             del before[key]
             self._queue(key)[key] = None
 
-    def check(self, *, idle: bool = True) -> None:
+    def check(self, *, idle: bool = True, filling: Collection[int] = ()) -> None:
         """Raise AssertionError unless map, queues and free list agree.
 
-        `idle`: and no lease is open.
+        `idle`: and exactly the keys in `filling` are leased, once each.
         """
-        assert not (idle and self._leases), f"{len(self._leases)} arena entries are still leased"
+        wrong = f"{len(self._leases)} arena entries are still leased, not {len(filling)}"
+        assert not idle or self._leases == dict.fromkeys(filling, 1), wrong
         entries = sorted([*self._entry.values(), *self._free])
         assert entries == list(range(self.capacity)), "entries used + free != capacity"
         queued = [*self._redundant, *self._needed, *self._leases]
@@ -110,9 +131,12 @@ class ArenaTable:
         return self._redundant if key in self._shadowed else self._needed
 
     def _evict(self) -> bool:
-        queue = self._redundant or self._needed
-        if not queue:
+        count = len(self._redundant) + len(self._needed)
+        if not count:
             return False
-        key, _ = queue.popitem(last=False)
+        keys = np.fromiter(chain(self._redundant, self._needed), np.int64, count)
+        worst = 0 if self._loss is None else int(self._loss(keys, len(self._redundant)).argmin())
+        key = int(keys[worst])
+        del self._queue(key)[key]
         self._free.append(self._entry.pop(key))
         return True

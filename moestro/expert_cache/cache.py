@@ -15,6 +15,7 @@ Memory is bounded by `slots` and `host` blobs: nothing else here grows with use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
 from types import TracebackType
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from moestro.errors import ConfigError
 from moestro.expert_cache.arena import HostArena
 from moestro.expert_cache.fetch import Fetcher
+from moestro.expert_cache.fill import Fill
 from moestro.expert_cache.flight import Flight, Group, Tiers
 from moestro.expert_cache.layout import DTYPE_BYTES
 from moestro.expert_cache.meter import Meter
@@ -31,7 +33,6 @@ from moestro.expert_cache.residency import NOBODY, STAGE, Kind, Residency
 from moestro.expert_cache.slots import SlotPool
 from moestro.expert_cache.store import ExpertStore
 from moestro.expert_cache.trace import TraceWriter, distinct
-from moestro.expert_cache.warm import warm
 from moestro.stats import ExpertStats
 
 MINIMUM_SLOTS = 2  # all of them staging: one is filled while the other is used
@@ -133,16 +134,27 @@ class ExpertCache:
         self._residency = Residency(layers, experts, slots, staging, policy)
         self._table = self._residency.table
         self._pool = SlotPool(layout, slots, device, getattr(torch, layout.dtype))
-        self._arena = HostArena(layout, host)
+        self._arena = HostArena(layout, host, self._residency.loss)
         self._fetcher = Fetcher(store, self._arena, self._pool, workers)
         self._meter = Meter(layers, layout.nbytes)
         self._tiers = Tiers(self._table, self._arena, self._fetcher, self._meter, experts)
+        self._workers = workers
+        self._fill: Fill | None = None
         self._open: Lease | None = None
         self.gate_up = self._pool.gate_up  # slot -> [2I, H]
         self.down = self._pool.down  # slot -> [H, I]
-        # Whether `ids`, `gates` and `sequences` should be given, once a layer and pass: when its
-        # experts are acquired in several parts, with the first.
-        self.wants_ids = trace is not None or policy.wants_sequences or policy.wants_gates
+
+    @property
+    def wants_ids(self) -> bool:
+        """Whether `ids`, `gates` and `sequences` should be given, once a layer and pass: when its
+        experts are acquired in several parts, with the first."""
+        policy = self._residency.policy
+        return self._trace is not None or policy.wants_sequences or policy.wants_gates
+
+    def change_policy(self, policy: Policy) -> None:
+        """Go on under another policy; what is in memory stays there. No lease may be open."""
+        assert self._open is None, "a lease is open"
+        self._residency.change_policy(policy)
 
     def begin_pass(self, kind: Kind = "decode", rows: int = 0, *, resumed: bool = False) -> None:
         """Call before each decode step, and whenever a sweep starts or (`resumed`) goes on."""
@@ -189,27 +201,45 @@ class ExpertCache:
         if self._trace is not None:
             self._trace.finish(sequence)
 
-    def preferred_order(self) -> list[int]:
-        """All keys in the policy's order of worth, for `warm`."""
-        order: list[int] = self._residency.preferred().tolist()
-        return order
+    def start_fill(self, order: Iterable[int] | None = None) -> None:
+        """Begin to load experts into the empty tiers: keys in this order, or in the policy's.
 
-    def warm(
-        self, order: Iterable[int], progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Load keys in this order until the slots, then the arena, are full. Reads in parallel.
-
-        What is held already is skipped. `progress(done, total)` counts experts. May be called
-        again, between steps, with the next part of an order.
+        They come while `fill` is called between steps.
         """
+        assert self._fill is None, "there is one fill, at the start"
+        self._fill = Fill(
+            self._table,
+            self._arena.table,
+            Fetcher(self._store, self._arena, self._pool, self._workers),
+            self._residency.fill_order(self._arena.table.capacity) if order is None else order,
+            self.experts,
+            lambda entry, slot: self._pool.write(slot, self._arena.blob(entry)),
+            self._meter.moved,
+        )
+
+    @property
+    def filling(self) -> bool:
+        """Whether the fill goes on."""
+        return self._fill is not None and self._fill.active
+
+    def fill(self, *, beside_work: bool) -> None:
+        """Go on with the fill; returns at once. Call between steps, with whether requests run."""
         assert self._open is None, "a lease is open"
-        self._tiers.settle()
-        self._tiers.require_settled()
-        warm(self._tiers, order, progress or (lambda done, total: None))
+        if self._fill is not None:
+            self._fill.pump(beside_work=beside_work)
+
+    def finish_fill(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Fill to the end, waiting. `progress(resident, total)` counts experts."""
+        assert self._open is None, "a lease is open"
+        if self._fill is not None:
+            self._fill.run(progress)
 
     def stats(self) -> ExpertStats:
         """A snapshot of the counters."""
-        return self._meter.stats(self._residency, self._arena.table)
+        stats = self._meter.stats(self._residency, self._arena.table)
+        if self._fill is not None:
+            stats.fill = self._fill.stats()
+        return stats
 
     def check(self, *, verify_bytes: bool = False) -> None:
         """Raise AssertionError unless all tables agree and nothing is open. Call when idle.
@@ -219,7 +249,7 @@ class ExpertCache:
         assert self._open is None, "a lease is open"
         assert not self._fetcher.flying, f"{self._fetcher.flying} fetches are flying"
         self._table.check()
-        self._arena.table.check()
+        self._arena.table.check(filling=self._fill.flying if self._fill else ())
         in_slots = np.flatnonzero(self._table.slot_of >= 0).tolist()
         self._arena.table.check_shadows(set(in_slots))
         if verify_bytes:
@@ -229,6 +259,8 @@ class ExpertCache:
     def close(self) -> None:
         """End the threads. No lease may be open. The store stays with whoever opened it."""
         assert self._open is None, "a lease is open"
+        if self._fill is not None:
+            self._fill.close()
         self._fetcher.close()
 
     def _note(
@@ -255,6 +287,10 @@ class ExpertCache:
 
     def _fetch(self, layer: int, counts: Ints, wanted: Ints, slots: Ints) -> Lease:
         self._tiers.require_settled()
+        begun = perf_counter()
+        if self._fill is not None and self._fill.join((layer * self.experts + wanted).tolist()):
+            slots = self._table.rows[layer][wanted]  # some have just been given one
+        waited = perf_counter() - begun
         hit = slots >= 0
         held = slots[hit]
         self._table.pin(held)
@@ -268,6 +304,7 @@ class ExpertCache:
         self._meter.staged += sum(place.slot == STAGE for place in placements)
         resident = Group(wanted[hit].tolist(), held.tolist())
         flight = Flight(self._tiers, placements)
+        flight.exposed = waited
         self._open = lease = Lease(self, layer, resident, held, flight)
         return lease
 

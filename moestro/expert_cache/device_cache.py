@@ -1,6 +1,6 @@
 """The expert cache of a CUDA device, seen from the host.
 
-Owns: the slab of slots, the page-locked arena, and the device's tables: what they hold at the
+Owns: the slab of slots, the host arena, and the device's tables: what they hold at the
 start, how the host learns afterwards what a decode step did to them, and what may leave in the
 next ones.
 Does not own: the decode path itself (`kernels.gpu.acquire` and `fetch` change the tables on the
@@ -14,7 +14,6 @@ whenever every launched step has been collected.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +21,19 @@ import torch
 
 from moestro.expert_cache.arena import HostArena
 from moestro.expert_cache.fetch import NO_SLOT, Fetch, Fetcher
-from moestro.expert_cache.flight import Tiers
+from moestro.expert_cache.fill import Fill, place_free
+from moestro.expert_cache.host_link import HostLink
 from moestro.expert_cache.layout import DTYPE_BYTES
 from moestro.expert_cache.meter import Meter
+from moestro.expert_cache.packed_tables import PackedTables
+from moestro.expert_cache.page_lock import CudaLocker, Locker
 from moestro.expert_cache.policy import Floats, Ints, Policy
 from moestro.expert_cache.residency import Residency
 from moestro.expert_cache.slot_table import FREE
 from moestro.expert_cache.slots import SlotPool
 from moestro.expert_cache.store import ExpertStore
 from moestro.expert_cache.trace import TraceWriter, distinct
-from moestro.expert_cache.warm import warm
-from moestro.kernels.gpu.tables import CacheTables
-from moestro.kernels.gpu.transfer import upload
+from moestro.kernels.gpu.transfer import Mark, upload
 from moestro.stats import ExpertStats
 
 IDLE = 2  # passes; an expert used more recently is in the working set
@@ -41,7 +41,7 @@ SLACK = 16  # victims beyond the misses of the last step that may be taken by th
 
 
 class DeviceCache:
-    """Experts of one model on one CUDA device."""
+    """Experts of one model on one CUDA device. `locker` is for tests: a CPU needs none."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class DeviceCache:
         device: torch.device,
         workers: int,
         trace: TraceWriter | None = None,
+        locker: Locker | None = None,
     ) -> None:
         layout = store.layout
         self.layers, self.experts, self.slots = layers, experts, slots
@@ -66,86 +67,115 @@ class DeviceCache:
         self._store = store
         self._pool = SlotPool(layout, slots + ring + staging, device, dtype)
         self.slab = self._pool.slab
-        self.arena = HostArena(layout, host, pinned=device.type == "cuda")
         self.residency = Residency(layers, experts, slots, 0, policy)
         self.table = self.residency.table
+        self.arena = HostArena(layout, host, self.residency.loss)
+        if device.type == "cuda":
+            locker = CudaLocker()
+        self.link = HostLink(self.arena, self.slab, locker)
         self._fetcher = Fetcher(store, self.arena, self._pool, workers)
+        self._workers = workers
+        self._fill: Fill | None = None
         self._meter = Meter(layers, layout.nbytes)
-        self.tiers = Tiers(self.table, self.arena, self._fetcher, self._meter, experts)
         self.trace = trace
         self._device = device
-        self._tables_on(device, slots, ring)
+        self._packed = PackedTables(layers, experts, slots, ring, device)
+        self.tables = self._packed.tables
         self.recent = 0  # misses of the last step
-        self.dirty = True  # the host's tables have moved on from the device's
+        # The host's tables have moved on from the device's, or the fill waits to change them: an
+        # `upload` is due before the next step, which ends running ahead of the host.
+        self.dirty = True
         self._taken = np.zeros(0, np.int64)  # victims that a launched step may have taken
         self.complete = slots >= layers * experts  # everything fits: nothing ever leaves
 
-    def _tables_on(self, device: torch.device, slots: int, ring: int) -> None:
-        """Lay all tables but the addresses out in one piece of memory, for one upload."""
-        keys = self.layers * self.experts
-        sizes = [("fault", 2), ("slot_of", keys), ("owner", slots)]
-        sizes += [("victims", slots), ("cursor", 2), ("admit", -(-keys // 4))]
-        self._packed = torch.zeros(sum(n for _, n in sizes), dtype=torch.int32, device=device)
-        spans, lo = {}, 0
-        for name, size in sizes:
-            spans[name] = slice(lo, lo + size)
-            lo += size
-        self._spans = spans
-        view = {name: self._packed[span] for name, span in spans.items()}
-        self.tables = CacheTables(
-            slot_of=view["slot_of"],
-            owner=view["owner"],
-            source=torch.zeros(keys, dtype=torch.int64, device=device),
-            admit=view["admit"].view(torch.uint8)[:keys],
-            victims=view["victims"],
-            cursor=view["cursor"],
-            fault=view["fault"],
-            slots=slots,
-            ring=ring,
-            experts=self.experts,
-        )
-
     # Start
 
-    def warm(
-        self, order: Iterable[int], progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Load keys in this order until the slots, then the arena, are full."""
-        self.tiers.settle()
-        warm(self.tiers, order, progress or (lambda done, total: None))
-        self.upload()
+    def start_fill(self, order: Iterable[int] | None = None) -> None:
+        """Begin to load experts into the empty tiers: keys in this order, or in the policy's.
 
-    def preferred_order(self) -> list[int]:
-        """All keys in the policy's order of worth, for `warm`."""
-        order: list[int] = self.residency.preferred().tolist()
-        return order
+        They come while `fill` or `upload` is called, between steps.
+        """
+        assert self._fill is None, "there is one fill, at the start"
+        self._fill = Fill(
+            self.table,
+            self.arena.table,
+            Fetcher(self._store, self.arena, self._pool, self._workers),
+            self.residency.fill_order(self.arena.table.capacity) if order is None else order,
+            self.experts,
+            self._copy,
+            lambda fetch: self._meter.moved(fetch),
+        )
+
+    @property
+    def filling(self) -> bool:
+        """Whether `fill` has something to do: experts to bring, or host memory to lock."""
+        return self.link.locking or (self._fill is not None and self._fill.active)
+
+    def fill(self, *, beside_work: bool) -> None:
+        """Go on with the fill. No step may be under way: tables change, and entries of the arena
+        that its kernels would read. Bounded: one chunk is locked, some experts are copied."""
+        if self.link.locking:
+            self.link.lock_more()
+            self.dirty = True
+        if self._fill is not None and self._fill.pump(beside_work=beside_work):
+            self.dirty = True
+
+    def finish_fill(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Fill to the end, waiting. `progress(resident, total)` counts experts."""
+        while self.link.locking:
+            self.fill(beside_work=False)
+        if self._fill is not None:
+            self._fill.run(progress)
+        self.dirty = True
+
+    def join(self, keys: Iterable[int]) -> None:
+        """Wait for those of `keys` that the fill is reading: they are in the arena then."""
+        if self._fill is not None and self._fill.join(keys):
+            self.dirty = True
+
+    def give_way(self) -> bool:
+        """Let the fill end what it has begun, so that it leases no entry; False if it had none."""
+        gave = self._fill is not None and self._fill.drain()
+        self.dirty |= gave
+        return gave
+
+    def place(self, key: int) -> None:
+        """Give an expert with a filled, leased entry a free slot if it has none; ends the lease."""
+        place_free(self.table, self.arena.table, key, self._copy)
+        self.dirty = True
+
+    def change_policy(self, policy: Policy) -> None:
+        """Go on under another policy; what is in memory stays there."""
+        self.residency.change_policy(policy)
+        self.dirty = True  # the device's list of victims is the old policy's
+
+    def _copy(self, entry: int, slot: int) -> None:
+        """Copy an arena entry to a slot, and wait for that."""
+        self.link.send([entry], [slot])
+        done = Mark(self._device)
+        done.set()
+        done.wait()
 
     def forget_counts(self) -> None:
         """Count from zero: what ran so far served nobody."""
         self._meter = Meter(self.layers, self.layout.nbytes)
-        self.tiers = replace(self.tiers, meter=self._meter)
 
     # Decode
 
     def upload(self) -> None:
         """Make the device's tables say what the host's say. No step may be in flight."""
+        self.fill(beside_work=True)
         self._taken = np.zeros(0, np.int64)
         self.dirty = False
-        packed = np.zeros(len(self._packed), np.int32)
-        packed[self._spans["slot_of"]] = self.table.slot_of
-        packed[self._spans["owner"]] = self.table.owner
-        self._rank_into(packed)
-        upload(packed, self._packed)
+        victims, admit = self._ranking()
+        self._packed.send_all(self.table.slot_of, self.table.owner, victims, admit)
         self._upload_sources()
 
     def refresh(self) -> None:
         """Upload what may leave in the next step and what may come in."""
         if self.complete:
             return
-        packed = np.zeros(len(self._packed), np.int32)
-        self._rank_into(packed)
-        lo = self._spans["victims"].start
-        upload(packed[lo:], self._packed[lo:])
+        self._packed.send_ranking(*self._ranking())
 
     def faulted(self, n_jobs: Ints, keys: Ints, slots: Ints) -> None:
         """A step found an expert in no memory. What the layers before that did to the tables
@@ -177,6 +207,8 @@ class DeviceCache:
         wanted = residency.want_all(counts)
         self.recent = int(n_jobs.sum())
         kept = self._replaced(n_jobs, keys, slots) if self.recent else 0
+        if self.link.locking or (self._fill is not None and self._fill.due):
+            self.dirty = True
         self._meter.step(wanted, n_jobs, seconds, staged=self.recent - kept)
 
     def _replaced(self, n_jobs: Ints, keys: Ints, slots: Ints) -> int:
@@ -210,13 +242,6 @@ class DeviceCache:
         for key in came.tolist():
             arena.shadow(key, True)
 
-    def _rank_into(self, packed: Ints) -> None:
-        victims, admit = self._ranking()
-        packed[self._spans["cursor"]] = 0, len(victims)
-        lo = self._spans["victims"].start
-        packed[lo : lo + len(victims)] = victims
-        packed[self._spans["admit"]].view(np.uint8)[: len(admit)] = admit
-
     def _ranking(self) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Slots in the order in which they may be taken, and which keys may take them."""
         residency, policy, owner = self.residency, self.residency.policy, self.table.owner
@@ -239,11 +264,17 @@ class DeviceCache:
         return order, admit
 
     def _upload_sources(self) -> None:
+        """Where the device can read which expert itself. What is not locked, or still being read,
+        it cannot: a step that wants it faults and goes through a sweep."""
+        held = self.arena.table.entries()
+        for key in self._fill.flying if self._fill is not None else ():
+            del held[key]
+        keys = np.fromiter(held.keys(), np.int64, len(held))
+        entries = np.fromiter(held.values(), np.int64, len(held))
+        readable = entries < self.link.readable
         sources = np.zeros(len(self.table.slot_of), np.int64)
-        # Where the device cannot read the arena, every miss goes through a sweep.
-        if self.arena.pinned or self._device.type == "cpu":
-            for key, entry in self.arena.table.entries():
-                sources[key] = self.arena.address(entry)
+        start = self.arena.address(0)
+        sources[keys[readable]] = start + entries[readable] * self.layout.nbytes
         upload(sources, self.tables.source)
 
     # Sweeps
@@ -265,6 +296,10 @@ class DeviceCache:
         if self.trace is not None:
             self.trace.finish(sequence)
 
+    def prefetched(self, useful: int, wasted: int) -> None:
+        """Experts were brought on a guess: so many were wanted, so many were not."""
+        self._meter.prefetched(useful, wasted)
+
     def swept(self, layer: int, hits: int, fetched: int) -> None:
         """A sweep used a layer's experts: those in slots, and those brought from host memory."""
         self._meter.sweep(layer, hits, fetched)
@@ -273,23 +308,26 @@ class DeviceCache:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What start-up should tell people."""
-        report = self.arena.lock_report
-        return () if report is None or report.note is None else (report.note,)
+        """What start-up should tell people, as far as it is known then."""
+        return () if self.link.note is None else (self.link.note,)
 
     def stats(self) -> ExpertStats:
         """A snapshot of the counters."""
-        return self._meter.stats(self.residency, self.arena.table)
+        stats = self._meter.stats(self.residency, self.arena.table)
+        if self._fill is not None:
+            stats.fill = self._fill.stats()
+        stats.fill.locked_bytes = self.link.locked_bytes
+        return stats
 
     def check(self, *, verify_bytes: bool = False) -> None:
         """Raise AssertionError unless all tables agree. Call when no step is in flight.
 
         `verify_bytes` also compares every expert in a slot with what the store reads.
         """
-        self.table.check()
-        self.arena.table.check()
         if self.dirty:
             self.upload()
+        self.table.check()
+        self.arena.table.check(filling=self._fill.flying if self._fill is not None else ())
         found = self.tables.slot_of.cpu().numpy(), self.tables.owner.cpu().numpy()
         assert (found[0] == self.table.slot_of).all(), "the device's slots are not the host's"
         assert (found[1] == self.table.owner).all(), "the device's owners are not the host's"
@@ -310,5 +348,7 @@ class DeviceCache:
 
     def close(self) -> None:
         """End the threads and unlock the arena."""
+        if self._fill is not None:
+            self._fill.close()
         self._fetcher.close()
-        self.arena.close()
+        self.link.close()

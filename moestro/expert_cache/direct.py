@@ -97,6 +97,30 @@ class File:
             yield at, buffer[at - base : last - base]
             at = last
 
+    def read(self, at: int, nbytes: int, buffer: Bytes) -> Bytes:
+        """The bytes at `at`, one after the other, in `buffer`: page-aligned, `nbytes` and at least
+        two blocks long. Reads through the page cache where the filesystem wants that.
+
+        ModelError if the file cannot be read or ends before.
+        """
+        try:
+            return self._whole(at, nbytes, buffer)
+        except NotDirect:
+            self.give_up()
+            return self._whole(at, nbytes, buffer)
+
+    def _whole(self, at: int, nbytes: int, buffer: Bytes) -> Bytes:
+        base = at // BLOCK * BLOCK
+        need = at + nbytes - base
+        room = buffer[: -(-need // BLOCK) * BLOCK]
+        done = 0
+        while done < need:
+            got = self._read(room[done:], base + done)
+            if got == 0:
+                raise cut_short(self.path, base + done, need - done)
+            done += got
+        return buffer[at - base : need]
+
     def _read(self, buffer: Bytes, at: int) -> int:
         try:
             return os.preadv(self.fd, [buffer.data], at)
@@ -123,8 +147,7 @@ class Buffers:
         try:
             buffer = self._idle.pop()
         except IndexError:
-            mapping = mmap.mmap(-1, self._nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            buffer = np.frombuffer(mapping, np.uint8)
+            buffer = aligned(self._nbytes)
         try:
             yield buffer
         finally:
@@ -133,6 +156,12 @@ class Buffers:
     def close(self) -> None:
         """Free those that are not in use."""
         self._idle.clear()
+
+
+def aligned(nbytes: int) -> Bytes:
+    """Fresh memory that starts at a page; unmapped when the last view of it is gone."""
+    mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(mapping, np.uint8)
 
 
 def buffer_bytes(runs: Iterable[Run]) -> int:
@@ -149,5 +178,6 @@ def unreadable(path: str, at: int, error: OSError) -> ModelError:
 def cut_short(path: str, at: int, lacking: int) -> ModelError:
     """A file has become shorter than it was when it was opened."""
     return ModelError(
-        f"{path} is cut short: it ends at offset {at}, {lacking} bytes before the end of an expert"
+        f"{path} is cut short: it ends at offset {at}, {lacking} bytes before the end of what it "
+        "should hold"
     )

@@ -62,6 +62,11 @@ class Fetcher:
         self.flying += 1
         self._todo.put(fetch)
 
+    @property
+    def ended(self) -> int:
+        """How many have ended and were not collected yet."""
+        return self._done.qsize()
+
     def arrived(self) -> Fetch | None:
         """One that has ended, well or not, without waiting."""
         try:

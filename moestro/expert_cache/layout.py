@@ -66,6 +66,7 @@ class Extent:
     part: str
     row: int  # first row of the part that this range fills
     rows: int
+    transposed: bool = False  # the file has these rows as columns
 
 
 @dataclass(frozen=True, slots=True)

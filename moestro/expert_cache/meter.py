@@ -29,6 +29,7 @@ class Meter:
         self.staged = 0
         self._bytes = [0] * layers
         self._from_host = 0
+        self._prefetched = np.zeros(2, np.int64)  # useful, wasted
         self._from_disk = 0
         self._host_bytes = 0
         self._disk_bytes = 0
@@ -73,6 +74,11 @@ class Meter:
         self._from_host += fetched
         self._host_bytes += fetched * self._expert_bytes
 
+    def prefetched(self, useful: int, wasted: int) -> None:
+        """Experts came before anybody had asked; the useful ones count as wanted elsewhere."""
+        self._prefetched += np.array((useful, wasted))
+        self._host_bytes += wasted * self._expert_bytes
+
     def moved(self, fetch: Fetch) -> None:
         """Bytes left a tier, wanted at once or not."""
         self._disk_bytes += fetch.disk_bytes
@@ -95,6 +101,8 @@ class Meter:
             exposed_seconds=sum(self.exposed),
             fetch_seconds=self._fetch_seconds,
             fetches=self._fetches,
+            prefetch_useful=int(self._prefetched[0]),
+            prefetch_wasted=int(self._prefetched[1]),
             slots=TierStats(table.cache_slots, sum(resident), sum(self.hits), 0),
             host=TierStats(arena.capacity, len(arena), self._from_host, self._host_bytes),
             disk=TierStats(0, everything, self._from_disk, self._disk_bytes),

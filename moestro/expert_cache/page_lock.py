@@ -10,10 +10,10 @@ import ctypes
 import math
 import os
 import resource
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 PAGE = 4096
-CHUNK = 1 << 30  # bytes registered by one call, about
-PIECE = 64 << 20  # bytes that one thread brings in at a time
+CHUNK = 128 << 20  # bytes registered by one call, about: some 20 ms, so that steps can come between
+PIECE = 16 << 20  # bytes that one thread brings in at a time
 THREADS = 16  # more do not make the kernel clear pages faster
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
 PORTABLE = 1  # cudaHostRegisterPortable: locked for every device
@@ -60,66 +60,52 @@ class CudaLocker:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True, slots=True)
-class LockReport:
-    """How page-locking went. All in bytes; a limit of None is unlimited."""
-
-    wanted: int
-    locked: int  # all of it, or how much could be locked before it failed
-    reason: str | None  # why it failed
-    soft: int | None  # RLIMIT_MEMLOCK
-    hard: int | None
-
-    @property
-    def note(self) -> str | None:
-        """For start-up to print: what failed and how to mend it. None when nothing did."""
-        if self.reason is None:
-            return None
-        advice = (
-            f"the limit on locked memory is {_amount(self.soft)} (hard: {_amount(self.hard)}); "
-            "raise it with `ulimit -l unlimited`, LimitMEMLOCK=infinity in a systemd unit, or "
-            "--ulimit memlock=-1 for docker"
-            if self.soft is not None
-            else "the limit on locked memory is unlimited, so memory itself is short: lower "
-            "--host-memory"
-        )
-        return (
-            f"the host arena is not page-locked, so copies to the GPU are slower: "
-            f"{_amount(self.locked)} of {_amount(self.wanted)} could be locked "
-            f"({self.reason}); {advice}"
-        )
-
-
 class PageLock:
-    """Chunks of memory that are locked together or not at all. `close` gives them back."""
+    """Memory that is locked chunk by chunk, from its start on, until the system refuses one.
 
-    def __init__(self, address: int, sizes: Sequence[int], locker: Locker) -> None:
+    What was locked stays so until `close`.
+    """
+
+    def __init__(self, memory: Bytes, sizes: Sequence[int], locker: Locker) -> None:
+        self._memory = memory
+        self._start = int(memory.ctypes.data)
         self._locker = locker
-        self._locked: list[int] = []
-        done, reason = 0, None
-        for size in sizes:
-            try:
-                reason = locker.lock(address + done, size)
-            except BaseException:
-                self.close()
-                raise
-            if reason is not None:
-                self.close()
-                break
-            self._locked.append(address + done)
-            done += size
-        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        self.report = LockReport(sum(sizes), done, reason, _limit(soft), _limit(hard))
+        self._todo = deque(sizes)
+        self._held: list[int] = []  # addresses
+        self.locked = 0  # bytes, from the start
+        self.reason: str | None = None  # why the next chunk could not be
 
     @property
-    def held(self) -> bool:
-        """Whether the memory is locked now."""
-        return bool(self._locked)
+    def more(self) -> bool:
+        """Whether there is a chunk to try."""
+        return bool(self._todo)
+
+    def grow(self) -> bool:
+        """Bring the next chunk in and lock it; False when the system refuses, for good."""
+        size = self._todo.popleft()
+        populate(self._memory[self.locked : self.locked + size])
+        address = self._start + self.locked
+        self.reason = self._locker.lock(address, size)
+        if self.reason is not None:
+            self._todo.clear()
+            return False
+        self._held.append(address)
+        self.locked += size
+        return True
 
     def close(self) -> None:
         """Unlock, last first. No copy may be running. Harmless when done before."""
-        while self._locked:
-            self._locker.unlock(self._locked.pop())
+        self._todo.clear()
+        self.locked = 0
+        while self._held:
+            self._locker.unlock(self._held.pop())
+
+
+def lock_whole(memory: Bytes, locker: Locker) -> PageLock:
+    """Lock all of `memory`, which starts at a page, by one call; its `locked` is 0 if refused."""
+    lock = PageLock(memory, [len(memory)], locker)
+    lock.grow()
+    return lock
 
 
 def chunks(total: int, blob: int) -> list[int]:
@@ -133,16 +119,15 @@ def chunks(total: int, blob: int) -> list[int]:
 
 
 def populate(memory: Bytes) -> None:
-    """Bring in every page of fresh `memory`, which starts at a page, with several threads."""
-    cores = len(os.sched_getaffinity(0))
+    """Bring in every page of `memory`, which starts at a page, with several threads. Contents stay,
+    also what others write meanwhile. Where the kernel is too old, locking brings them in."""
     pieces = [memory[at : at + PIECE] for at in range(0, len(memory), PIECE)]
-    with ThreadPoolExecutor(min(THREADS, cores), "populate") as pool:
-        list(pool.map(_bring_in, pieces))
-
-
-def _bring_in(piece: Bytes) -> None:
-    if not _populate_write(piece):
-        piece[::PAGE] = 0  # older kernels; a huge page comes in at its first byte
+    if len(pieces) == 1:
+        _populate_write(memory)
+        return
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(THREADS, cores, len(pieces)), "populate") as pool:
+        list(pool.map(_populate_write, pieces))
 
 
 def _populate_write(piece: Bytes) -> bool:
@@ -151,8 +136,36 @@ def _populate_write(piece: Bytes) -> bool:
     return bool(madvise(piece.ctypes.data, len(piece), POPULATE_WRITE) == 0)
 
 
+def limits() -> tuple[int | None, int | None]:
+    """RLIMIT_MEMLOCK in bytes, soft and hard; None is unlimited."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return _limit(soft), _limit(hard)
+
+
 def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
+
+
+def advice(locked: int, needed: int, reason: str, ring: int) -> str:
+    """For people: how much of the host arena could be locked, what that means, how to mend it.
+
+    All in bytes; `ring` is what copies of the rest pass through.
+    """
+    soft, hard = limits()
+    way = f"a locked ring of {_amount(ring)}" if ring else "pageable copies"
+    mend = (
+        f"The limit on locked memory is {_amount(soft)} (hard: {_amount(hard)}), needed are "
+        f"{_amount(needed)}: raise it with `ulimit -l {-(-needed // 1024)}` or `ulimit -l "
+        "unlimited`, LimitMEMLOCK=infinity in a systemd unit, or --ulimit memlock=-1 for docker"
+        if soft is not None
+        else "The limit on locked memory is unlimited, so memory itself is short: lower "
+        "--host-memory"
+    )
+    return (
+        f"{_amount(locked)} of the {_amount(needed)} of host memory that the GPU should read could "
+        f"be page-locked ({reason}). Experts outside it go through {way}, and a decode step that "
+        f"misses one is computed as a sweep, which is slower. {mend}"
+    )
 
 
 def _amount(nbytes: int | None) -> str:

@@ -36,8 +36,10 @@ Kind = Literal["decode", "sweep"]
 STAGE = -1  # in place of a slot: not admitted
 NOBODY = -1  # in place of a key: nobody was evicted
 
+TOLD = 8  # passes that a new policy hears of
 _IDLE = 2  # passes; an expert used more recently is no victim under rules 1 and 2
 _NEVER = -(1 << 40)
+_CHURN = 0.05  # weight of the newest pass in the mean share of slots that change hands in one
 
 
 class Placement(NamedTuple):
@@ -68,6 +70,19 @@ class Residency:
         self._visited = [_NEVER] * layers  # pass of the last visit
         self._wanted = 0  # distinct experts in this pass, so far
         self._wanted_before = 0  # and in the one before
+        self._evictions_before = 0  # up to the last pass
+        self._churn = 0.0  # share of the slots that change hands in a pass
+
+    def change_policy(self, policy: Policy) -> None:
+        """Go on under `policy`. Who is in a slot stays; the new policy is told of them in the order
+        of the old one, so that it does not begin with a guess."""
+        held = self.table.owner[self.table.owner >= 0]
+        order = held[self.policy.rank(held, self.clock)]
+        for part in range(TOLD):
+            kept = order[len(order) * part // TOLD :]
+            if len(kept):
+                policy.touch_pass(kept, np.ones(len(kept), np.int64), self.clock)
+        self.policy = policy
 
     @property
     def crowded(self) -> bool:
@@ -81,6 +96,16 @@ class Residency:
             self.clock += 1
             self._wanted_before = self._wanted
             self._wanted = 0
+            changed = (self.evictions - self._evictions_before) / max(1, self.table.cache_slots)
+            self._churn += _CHURN * (changed - self._churn)
+            self._evictions_before = self.evictions
+
+    def loss(self, keys: Ints, in_slots: int) -> Floats:
+        """Reads from disk a pass if host memory lost its copies of `keys`: one for each use, or for
+        the first `in_slots` of them, which sit in slots, one each time that they leave theirs."""
+        rate = 1.0 / (1 + self.clock - self._used[keys])
+        np.minimum(rate[:in_slots], self._churn, out=rate[:in_slots])
+        return rate
 
     def want(self, layer: int, counts: Ints, gates: Floats | None) -> tuple[Ints, Ints]:
         """Record that a layer uses the experts with a count; returns them and their slots.
@@ -138,13 +163,22 @@ class Residency:
             placements.append(Placement(expert, key, slot, evicted))
         return placements
 
-    def preferred(self) -> Ints:
-        """All keys, those most worth having first: the order in which to fill empty tiers.
+    def fill_order(self, host: int) -> list[int]:
+        """All keys in the order in which to fill empty tiers: those most worth having first, as
+        the policy sees it. The lower tier holds `host`.
 
-        Where the policy has no preference, layers take turns.
+        Where the policy has no preference each layer gets its share of both tiers, and they come
+        layer by layer: as sweeps need them, and as they lie on the disk.
         """
-        keys = np.arange(self.layers * self.experts).reshape(self.layers, self.experts).T.ravel()
-        return keys[::-1][self.policy.rank(keys[::-1], self.clock)][::-1]
+        shape = self.layers, self.experts
+        keys = np.arange(self.layers * self.experts).reshape(shape).T.ravel()[::-1]
+        rank = self.policy.rank(keys, self.clock)
+        order: list[int] = keys[rank][::-1].tolist()
+        if (rank != np.arange(len(keys))).any():
+            return order
+        slots = self.table.cache_slots
+        both = slots + host
+        return sorted(order[:slots]) + sorted(order[slots:both]) + order[both:]
 
     def _barred(self, counts: Ints) -> frozenset[int]:
         """Experts that rule 2 does not let in."""

@@ -132,14 +132,19 @@ class SafetensorsStore:
         return np.frombuffer(out[first:last], np.uint8)
 
     def _raw(self, extent: Extent, out: memoryview) -> Bytes:
-        """Where an extent's bytes are to be read to: their place in the blob if dtypes agree."""
-        if extent.dtype == self.layout.dtype:
+        """Where an extent's bytes are to be read to: their place in the blob if they fit as they
+        are."""
+        if extent.dtype == self.layout.dtype and not extent.transposed:
             return self._target(extent, out)
         return np.empty(extent.nbytes, np.uint8)
 
     def _finish(self, extent: Extent, raw: Bytes, out: memoryview) -> None:
+        if extent.transposed:
+            raw = _transposed(raw, extent)
         if extent.dtype != self.layout.dtype:
             _convert(raw, extent.dtype, self._target(extent, out), self.layout.dtype)
+        elif extent.transposed:
+            np.copyto(self._target(extent, out), raw)
 
 
 class DummyStore:
@@ -172,6 +177,12 @@ def _copy_overlap(at: int, data: Bytes, start: int, raw: Bytes) -> None:
     lo, hi = max(at, start), min(at + len(data), start + len(raw))
     if lo < hi:  # numpy copies without the GIL
         np.copyto(raw[lo - start : hi - start], data[lo - at : hi - at])
+
+
+def _transposed(raw: Bytes, extent: Extent) -> Bytes:
+    """Columns as rows: the elements of `raw` [n, rows] as [rows, n]."""
+    elements = raw.view(f"u{DTYPE_BYTES[extent.dtype]}").reshape(-1, extent.rows)
+    return np.ascontiguousarray(elements.T).reshape(-1).view(np.uint8)
 
 
 def _convert(raw: Bytes, found: str, target: Bytes, wanted: str) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-import torch
-
 from moestro.errors import MoestroError, StepFailed
 from moestro.expert_cache.device_cache import DeviceCache
 from moestro.expert_cache.flight import failure
 from moestro.kernels.gpu.transfer import Mark, Stream
 
 GROUPS = 3  # one is computed with while two are filled
+MOST_SEATS = 16  # experts that are brought to free slots together
 
 
 @dataclass(slots=True)
@@ -27,6 +26,7 @@ class Batch:
     layer: int
     experts: list[int]
     slots: list[int]  # the whole group; the first ones hold the experts
+    early: bool  # asked for before the layer's router had spoken
     ready: Mark
     done: Mark  # with computing
     keys: list[int] = field(default_factory=list)  # leases in the arena, while it is read
@@ -52,25 +52,34 @@ class ExpertStream:
         """Another batch can be started now."""
         return len(self.coming) < GROUPS - 1
 
-    def start(self, layer: int, experts: list[int]) -> None:
-        """Start to bring at most `size` experts of a layer."""
+    def start(self, layer: int, experts: list[int], *, early: bool = False) -> None:
+        """Start to bring at most `size` experts of a layer, `early` on a guess."""
         assert self.has_room and len(experts) <= self.size
         while not self._free:
             self._retire(self._used.popleft())
         slots = self._free.popleft()
-        batch = Batch(layer, experts, slots, Mark(self._device), Mark(self._device))
+        batch = Batch(layer, experts, slots, early, Mark(self._device), Mark(self._device))
         try:
             self._lease(batch)
         except BaseException:
             self._free.append(slots)
             raise
         with self._copies.use():
-            for key, slot in zip(batch.keys, batch.slots, strict=False):
-                entry = self._cache.arena.table.entry(key)
-                blob = torch.from_numpy(self._cache.arena.blob(entry))
-                self._cache.slab[slot].copy_(blob, non_blocking=True)
+            entries = [self._cache.arena.table.entry(key) for key in batch.keys]
+            self._cache.link.send(entries, slots[: len(entries)])
             batch.ready.set()
         self.coming.append(batch)
+
+    def seat(self, layer: int, experts: list[int]) -> None:
+        """Bring experts of a layer into free slots, waiting for them, where each one has a slot
+        and there are no staging groups. For the time until the cache is full."""
+        size = max(1, min(MOST_SEATS, self._cache.arena.table.capacity // 2))
+        for lo in range(0, len(experts), size):
+            part = experts[lo : lo + size]
+            batch = Batch(layer, part, [], False, Mark(self._device), Mark(self._device))
+            self._lease(batch)
+            for key in batch.keys:
+                self._cache.place(key)
 
     def take(self) -> Batch:
         """The next batch; the current stream waits for it, the host does not. Say `used` after."""
@@ -100,14 +109,16 @@ class ExpertStream:
     def _lease(self, batch: Batch) -> None:
         """Hold the experts' arena entries, reading from disk what is not there."""
         cache, table = self._cache, self._cache.arena.table
+        keys = [batch.layer * cache.experts + expert for expert in batch.experts]
+        cache.join(keys)
         reading = 0
         error: MoestroError | None = None
         unfilled: set[int] = set()  # leased, and what was to be read did not come
-        for expert in batch.experts:
-            key = batch.layer * cache.experts + expert
+        for key in keys:
             claim = table.lease(key)
-            while claim is None and self._used:
-                self._retire(self._used.popleft())
+            while claim is None and (self._used or cache.give_way()):
+                if self._used:
+                    self._retire(self._used.popleft())
                 claim = table.lease(key)
             if claim is None:
                 error = StepFailed("the host arena is too small for a sweep")

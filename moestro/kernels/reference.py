@@ -32,18 +32,25 @@ def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def rope_tables(
-    positions: torch.Tensor, inverse: torch.Tensor
+    positions: torch.Tensor, inverse: torch.Tensor, magnitude: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sign-folded sin, [T, 1, d]: the first half of sin is negated, so that rotation is
-    x * cos + roll(x, d / 2) * sin (half-split layout of arXiv 2104.09864 as Llama lays it out)."""
+    """cos and sign-folded sin, [T, 1, d], times `magnitude`: the first half of sin is negated, so
+    that rotation is x * cos + roll(x, d / 2) * sin (half-split layout of arXiv 2104.09864 as Llama
+    lays it out)."""
     angles = positions.to(torch.float32)[:, None] * inverse[None, :]
-    sin = angles.sin()
-    return torch.cat((angles.cos(),) * 2, -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    if magnitude != 1.0:
+        cos, sin = cos * magnitude, sin * magnitude
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [T, heads, d] by the tables of `rope_tables`."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """Rotate x [T, heads, d] by the tables of `rope_tables`. When these have fewer dimensions, the
+    first ones are rotated and the others stay."""
+    turned = cos.shape[-1]
+    if turned == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(turned // 2, -1), sin)
+    return torch.cat((rope(x[..., :turned], cos, sin), x[..., turned:]), -1)
 
 
 def softmax_topk(
@@ -57,6 +64,45 @@ def softmax_topk(
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(out), ids
+
+
+def topk_softmax(
+    logits: torch.Tensor, k: int, out: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router: the k best logits, softmax in float32 over these alone, cast last."""
+    best, ids = torch.topk(logits.float(), k, -1)
+    return torch.softmax(best, -1).to(out), ids
+
+
+def biased_topk(
+    scores: torch.Tensor, bias: torch.Tensor, k: int, groups: int, kept: int
+) -> torch.Tensor:
+    """The k experts [T, k] with the best scores [T, E] + bias [E], out of the `kept` best groups of
+    equal size, where a group counts as much as its two best experts."""
+    choice = scores + bias.float()
+    if groups > 1:
+        grouped = choice.view(len(choice), groups, -1)
+        best = grouped.topk(2, -1).values.sum(-1).topk(kept, -1).indices
+        out = torch.ones(best.shape[0], groups, dtype=torch.bool, device=best.device)
+        choice = grouped.masked_fill(out.scatter(-1, best, False)[..., None], -torch.inf).flatten(1)
+    return choice.topk(k, -1).indices
+
+
+def sparse_mixer(
+    logits: torch.Tensor, jitter: float, out: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router: the two best experts. The weight of each is its softmax over those logits that are
+    nearer to it than 2 * jitter of the larger magnitude (arXiv 2409.12136, at inference), the
+    first one taken out before the second is weighed."""
+    weights, ids, left = [], [], logits
+    for _ in range(2):
+        best, chosen = left.max(-1, keepdim=True)
+        distant = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
+        near = left.masked_fill(distant, -torch.inf)
+        weights.append(torch.softmax(near, -1).gather(-1, chosen))
+        ids.append(chosen)
+        left = left.scatter(-1, chosen, -torch.inf)
+    return torch.cat(weights, -1).to(out), torch.cat(ids, -1)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

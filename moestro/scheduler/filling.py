@@ -83,7 +83,7 @@ class Filling:
 
     def __init__(self, limits: Limits, kv: KVManager) -> None:
         self._kv = kv
-        self._seats = limits.max_num_seqs
+        self.seats = limits.max_num_seqs
         self._window = limits.max_sweep_tokens
         self.small = small_tokens(self._window)
 
@@ -101,7 +101,7 @@ class Filling:
             return []
         draft = Draft(
             left=self._window if long_free else self.small,
-            seats=self._seats - running,
+            seats=self.seats - running,
             blocks=self._kv.free_blocks,
             reserve=running,
         )
@@ -146,6 +146,8 @@ class Filling:
         for seq in merge(paused, line, key=claim):
             if seq.status is not Status.WAITING:
                 yield Candidate(seq, seq.computed, seq.remaining, None)
+            elif seq.held:
+                continue  # the others need not wait for its grammar
             elif draft.closed or draft.seats <= 0:
                 if not paused:
                     return

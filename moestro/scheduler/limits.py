@@ -33,12 +33,13 @@ def check(request: Request, limits: Limits, queued: int) -> None:
     """Raise the error to answer `request` with, if it cannot be served.
 
     `queued` is how many sequences live beyond `max_num_seqs`, those that wait for a seat; it is
-    negative while seats are free.
+    negative while seats are free. Background sequences are neither counted nor refused here: who
+    sends them sends only so many at a time.
     """
     _check_tokens(request, limits)
     _check_length(request, limits)
     _check_counts(request)
-    if queued >= limits.max_num_queued:
+    if queued >= limits.max_num_queued and not request.background:
         raise QueueFull(
             f"The queue is full: {limits.max_num_queued} requests wait behind "
             f"{limits.max_num_seqs} that run. Try again later."

@@ -74,4 +74,5 @@ class Sampled:
     token: int
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    complete: bool = False  # its grammar has all it asks for: the sequence ends with this token
     error: str | None = None  # e.g. the logits were not finite: this sequence alone ends

@@ -15,12 +15,12 @@ import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
-from moestro.errors import InvalidRequest
+from moestro.errors import ConfigError, InvalidRequest
 from moestro.kv_cache.manager import KVManager
 from moestro.kv_cache.prefix import Chain
 from moestro.scheduler.filling import Filling
 from moestro.scheduler.limits import Limits, check
-from moestro.scheduler.pace import sweep_budget
+from moestro.scheduler.pace import GAP_STEPS, sweep_budget
 from moestro.scheduler.plan import DecodePlan, DecodeRow, Sampled, StepPlan, SweepPlan, SweepRow
 from moestro.scheduler.queue import Line, Waiting
 from moestro.scheduler.sequence import Sequence, Status
@@ -28,17 +28,22 @@ from moestro.scheduler.sweeps import Run, Sweeps
 from moestro.stats import SchedulerStats
 from moestro.types import Finish, Request, TokenEvent
 
+NO_LIMIT = 2**31  # sequences
+
 
 class Scheduler:
     """Decides for sequences under `limits` whose keys and values live in `kv`."""
 
-    def __init__(self, limits: Limits, kv: KVManager) -> None:
+    def __init__(self, limits: Limits, kv: KVManager, gap_steps: float = GAP_STEPS) -> None:
         assert limits.kv_tokens <= kv.capacity, (limits.kv_tokens, kv.capacity)
         self._limits = limits
+        self._planned = limits.max_num_seqs  # what there is memory for
         self._kv = kv
+        self._gap_steps = gap_steps
         self._filling = Filling(limits, kv)
         self._sweeps = Sweeps()
         self._live: dict[str, Sequence] = {}
+        self._background = 0  # of these, those that nobody waits for
         self._waiting = Waiting(self._filling.small)
         self._running = Line()  # those that hold blocks
         self._arrivals = 0
@@ -52,9 +57,11 @@ class Scheduler:
         """True when no sequence lives and the executor has heard of every end."""
         return not self._live and not self._released and not self._dropped
 
-    def add(self, request: Request, now: float) -> None:
-        """Take a request, or raise ContextTooLong, InvalidRequest or QueueFull."""
-        check(request, self._limits, len(self._live) - self._limits.max_num_seqs)
+    def add(self, request: Request, now: float, *, held: bool = False) -> None:
+        """Take a request, or raise ContextTooLong, InvalidRequest or QueueFull. When it is `held`
+        it has its place in the queue, but starts only after `ready`."""
+        foreground = len(self._live) - self._background
+        check(request, self._limits, foreground - self._limits.max_num_seqs)
         if request.id in self._live:
             raise InvalidRequest("A request with this id is being served already.")
         if request.id in self._released:
@@ -62,8 +69,31 @@ class Scheduler:
         self._arrivals += 1
         tokens = [*request.prompt, *request.generated]
         seq = Sequence(request, self._arrivals, now, self._chain(request, tokens), tokens)
+        seq.held = held
         self._live[request.id] = seq
+        self._background += request.background
         self._waiting.add(seq)
+
+    def ready(self, id: str) -> None:
+        """A sequence that was held may start. Harmless for an id that is not known."""
+        if id in self._live:
+            self._live[id].held = False
+
+    def tune(self, max_num_seqs: int) -> None:
+        """Change how many run from now on; who runs already goes on. How many may wait is from
+        here on up to whoever sends them: a limit that was lowered must not lose what lives.
+
+        Raises ConfigError for more seats than were planned for.
+        """
+        if not 0 < max_num_seqs <= self._planned:
+            raise ConfigError(
+                f"max_num_seqs {max_num_seqs}: memory was planned for {self._planned} at most",
+                param="max_num_seqs",
+            )
+        self._limits = dataclasses.replace(
+            self._limits, max_num_seqs=max_num_seqs, max_num_queued=NO_LIMIT
+        )
+        self._filling.seats = max_num_seqs
 
     def abort(self, id: str) -> None:
         """Forget a sequence, in whatever state. Harmless for an id that is not known."""
@@ -97,6 +127,7 @@ class Scheduler:
             open_sweeps=len(self._sweeps),
             step_seconds=step_seconds,
             beside_seconds=beside_seconds,
+            gap_steps=self._gap_steps,
         )
         return StepPlan(
             decode=self._launch(rows) if rows else None,
@@ -159,15 +190,17 @@ class Scheduler:
         self._waiting.check()
         self._running.check()
         assert {seq.id for seq in self._running} == self._kv.holders(), "holders do not run"
-        assert len(self._running) <= self._limits.max_num_seqs, len(self._running)
+        assert len(self._running) <= self._planned, len(self._running)
         members = [*self._waiting, *self._running]
         assert {id(seq) for seq in members} == {id(seq) for seq in self._live.values()}
         assert len(members) == len(self._live), "a sequence stands in two lines"
+        assert self._background == sum(seq.request.background for seq in members)
         for seq in self._waiting:
             assert seq.status is Status.WAITING, (seq.id, seq.status)
             assert seq.sweep is None, (seq.id, seq.sweep)
             assert not seq.computed, (seq.id, seq.computed)
         for seq in self._running:
+            assert not seq.held, seq.id
             left = 1 if seq.status is Status.DECODING else seq.remaining
             assert seq.remaining == left > 0, (seq.id, seq.status, seq.remaining)
 
@@ -274,6 +307,7 @@ class Scheduler:
         else:
             self._leave(seq)
         del self._live[seq.id]
+        self._background -= seq.request.background
         self._released.append(seq.id)
         self._stats.finished[finish.value] += 1
 
@@ -306,7 +340,7 @@ class Scheduler:
         tokens = (result.token,) if seq.request.sampling.max_tokens else ()
         seq.tokens += tokens
         self._stats.generation_tokens += len(tokens)
-        finish = seq.finish(self._limits)
+        finish = Finish.STOP if result.complete else seq.finish(self._limits)
         if finish is not None:
             self._end(seq, finish)
         return TokenEvent(

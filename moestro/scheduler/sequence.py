@@ -37,6 +37,7 @@ class Sequence:
     status: Status = Status.WAITING
     computed: int = 0  # leading tokens whose KV is in the cache
     launched: deque[int] = field(default_factory=deque)  # decode steps whose result is unknown
+    held: bool = False  # it may not start yet: its grammar is being compiled
     sweep: int | None = None  # number of the open sweep it is in
     awaits: bytes | None = None  # key of a block that an open sweep computes for it as well
     started: float | None = None
@@ -95,7 +96,8 @@ class Sequence:
         if not 0 <= token < limits.vocab_size:
             return f"token id {token} was sampled from a vocabulary of {limits.vocab_size}"
         sampling = self.request.sampling
-        if self.outputs < sampling.min_tokens and (
+        least = 0 if sampling.grammar else sampling.min_tokens  # it gives way to a grammar
+        if self.outputs < least and (
             token in sampling.eos_token_ids or token in sampling.stop_token_ids
         ):
             return f"token id {token} was sampled before min_tokens ({sampling.min_tokens})"

@@ -10,6 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moestro.server.reasoning import reasoning
+from moestro.server.reasoning_count import (
+    BytesOf,
+    HarmonyReasoning,
+    MarkedReasoning,
+    ReasoningCounter,
+)
 from moestro.server.tools_choose import HARMONY, MARKS, TOOL_PARSERS, markers_of
 from moestro.server.tools_deltas import Called, Delta, Said, Sink, Thought, mistral_id
 from moestro.server.tools_harmony import harmony
@@ -26,6 +32,7 @@ class AnswerFormat:
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     opened: bool = False  # the prompt ends inside the reasoning
     parallel: bool = True  # False: only the first call is told
+    named: bool = False  # the request named the one function to call
     show_reasoning: bool = True
 
     @property
@@ -33,6 +40,13 @@ class AnswerFormat:
         """The markers: special tokens among them must reach the parsers as text."""
         tools = self.tools if self.callable or self.tools == HARMONY else "none"
         return markers_of(tools, self.reasoning)
+
+    def counter(self, bytes_of: BytesOf) -> ReasoningCounter | None:
+        """Return what counts the reasoning of one choice; None when it is not told apart."""
+        if self.reasoning == HARMONY:
+            return HarmonyReasoning(bytes_of)
+        marks = MARKS.get(self.reasoning)
+        return MarkedReasoning(marks, bytes_of, opened=self.opened) if marks is not None else None
 
     def start(self) -> Answer:
         """Return the parser of one choice."""
@@ -60,6 +74,14 @@ class Answer:
         self._form = form
         self._stages = form.stages()
         self.called = False  # a call was told
+
+    @property
+    def ended_to_call(self) -> bool:
+        """Whether an answer that ends here ends to call: with calls, the last one complete.
+
+        An answer to a request that named its function never does: that is what the API says.
+        """
+        return self.called and not self._form.named and not any(s.writing for s in self._stages)
 
     def feed(self, text: str) -> list[Delta]:
         """Return the deltas that can be told now."""

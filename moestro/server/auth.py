@@ -51,7 +51,7 @@ def check_key(headers: Iterable[tuple[bytes, bytes]], accepted: Sequence[bytes])
     """
     key = key_of(headers)
     if key is None:
-        raise BadKey("An API key is required: send 'Authorization: Bearer <key>'.")
+        raise BadKey("An API key is required: send 'Authorization: Bearer <key>' or 'x-api-key'.")
     digest = hashlib.sha256(key).digest()
     matches = [hmac.compare_digest(digest, known) for known in accepted]
     if not any(matches):

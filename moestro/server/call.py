@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moestro.errors import InvalidRequest
 from moestro.server.answer import AnswerFormat
@@ -62,6 +63,7 @@ class Call:
     n: int
     requests: tuple[Request, ...]
     output: Output
+    shown: Mapping[str, Any] = field(default_factory=dict)  # what the reply repeats of the request
 
     @property
     def prompt_tokens(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from moestro.errors import InvalidRequest
 from moestro.server.answer import AnswerFormat
 from moestro.server.call import Call, Draft, Prompt, check_shape, draft_of, make_call, output_of
+from moestro.server.chat_plan import for_prompt, opened, plan_of
 from moestro.server.refusals import REFUSED_CHAT, check_extra
 from moestro.server.sampling import build, choices, stop_rules, whole
 from moestro.server.schema import ChatRequest, TokenizeRequest, validate
@@ -16,34 +17,57 @@ from moestro.server.service import Service
 from moestro.server.settings import ServerSettings
 from moestro.server.template import RenderOptions
 from moestro.server.tools_choose import MARKS, NONE, reasoning_parser, tool_parser
-from moestro.server.tools_request import checked_tools, may_call, schemas_of
+from moestro.server.tools_request import checked_tools, schemas_of
+from moestro.server.tools_rules import choice_of
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-async def prepare_chat(service: Service, body: dict[str, Any], arrived: float) -> Call:
-    """Return the call that a request body asks for. Raises `InvalidRequest` and its kin."""
-    request = validate(ChatRequest, body)
-    check_extra(request.model_extra or {}, REFUSED_CHAT, service.unknown)
+async def prepare_chat(
+    service: Service, body: dict[str, Any], arrived: float, *, prefix: str = "chatcmpl-"
+) -> Call:
+    """Return the call that a request body asks for. Raises `InvalidRequest` and its kin.
+
+    `prefix`: what the call's id starts with.
+    """
+    request = checked_chat(service, body)
     model = service.model_name(request.model)
     draft = _draft(request, service)
     form = answer_format(request, service)
-    variables = {**effort_variables(request), **tool_variables(request.tools)}
-    options = render_options(request, service.settings, variables)
-    rendered = await service.text.render(
-        request.messages, options, service.settings.template_timeout
-    )
-    ids = await service.text.encode(rendered, special=bool(request.add_special_tokens))
-    form = replace(form, opened=opened(request, rendered, form))
+    plan = plan_of(request, service)
+    rendered, ids = await chat_prompt(service, request)
+    form = replace(form, opened=opened(request, rendered, MARKS.get(form.reasoning)))
+    params = draft.params
+    if plan:
+        grammar = await service.grammars.grammar(for_prompt(plan, request, rendered))
+        params = replace(params, grammar=grammar)
+    output = replace(draft.output, format=form if form.stages() else None)
     return make_call(
-        replace(draft, output=replace(draft.output, format=form if form.stages() else None)),
+        replace(draft, params=params, output=output),
         [Prompt(ids)],
-        prefix="chatcmpl-",
+        prefix=prefix,
         param="messages",
         model=model,
         max_model_len=service.info().max_model_len,
         arrived=arrived,
     )
+
+
+def checked_chat(service: Service, body: dict[str, Any]) -> ChatRequest:
+    """Return the typed request. Raises `InvalidRequest` for a wrong type or a refused field."""
+    request = validate(ChatRequest, body)
+    check_extra(request.model_extra or {}, REFUSED_CHAT, service.unknown)
+    return request
+
+
+async def chat_prompt(service: Service, request: ChatRequest) -> tuple[str, tuple[int, ...]]:
+    """Return the rendered conversation, as text and as token ids. Raises `InvalidRequest`."""
+    variables = {**effort_variables(request), **tool_variables(request.tools)}
+    options = render_options(request, service.settings, variables)
+    rendered = await service.text.render(
+        request.messages, options, service.settings.template_timeout
+    )
+    return rendered, await service.text.encode(rendered, special=bool(request.add_special_tokens))
 
 
 def _draft(request: ChatRequest, service: Service) -> Draft:
@@ -66,12 +90,13 @@ def _draft(request: ChatRequest, service: Service) -> Draft:
 
 
 def _asked(request: ChatRequest) -> int | None:
-    """Return the caller's limit, or None for the rest of the context."""
-    if request.max_completion_tokens is not None:
-        return whole("max_completion_tokens", request.max_completion_tokens, 0, 1, None)
-    if request.max_tokens is not None:
-        return whole("max_tokens", request.max_tokens, 0, 1, None)
-    return None
+    """The caller's limit, or None for the rest of the context. Of two names the newer wins."""
+    limits = [
+        whole(name, value, 0, 1, None)
+        for name in ("max_tokens", "max_completion_tokens")
+        if (value := getattr(request, name)) is not None
+    ]
+    return limits[-1] if limits else None
 
 
 def _top_logprobs(request: ChatRequest, most: int) -> int | None:
@@ -104,7 +129,8 @@ def tool_variables(given: list[Any] | None) -> dict[str, Any]:
 def answer_format(request: ChatRequest, service: Service) -> AnswerFormat:
     """Return how the answer is taken apart. Raises when tools cannot be honoured."""
     tools = checked_tools(request.tools)
-    callable = may_call(request.tool_choice, tools)
+    choice = choice_of(request.tool_choice, tools)
+    callable = choice.mode != "none"
     settings, template = service.settings, service.text.template
     source = template.source if template is not None else ""
     parser = tool_parser(settings.tool_call_parser, source, settings.model_type)
@@ -117,6 +143,7 @@ def answer_format(request: ChatRequest, service: Service) -> AnswerFormat:
         callable=callable,
         schemas=schemas_of(tools),
         parallel=request.parallel_tool_calls is not False,
+        named=choice.named,
         show_reasoning=request.include_reasoning is not False,
     )
 
@@ -133,17 +160,6 @@ def _check_able(template: str, parser: str | None) -> None:
             "the server's --tool-call-parser can say, or use tool_choice 'none'.",
             param="tools",
         )
-
-
-def opened(request: ChatRequest, prompt: str, form: AnswerFormat) -> bool:
-    """Whether the answer begins inside the reasoning."""
-    marks = MARKS.get(form.reasoning)
-    if marks is None:
-        return False
-    last = request.messages[-1] if request.continue_final_message else None
-    content = last.get("content") if isinstance(last, dict) else None
-    left = isinstance(content, str) and marks.left_open_in(content)
-    return left or marks.opened_by(prompt)
 
 
 def render_options(

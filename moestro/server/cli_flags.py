@@ -98,12 +98,14 @@ def metavar(name: str, field: FieldInfo) -> str:
     """What stands for the value of a flag in the help: its choices, or its kind."""
     if typing.get_origin(field.annotation) is typing.Literal:
         return "|".join(cast("tuple[str, ...]", typing.get_args(field.annotation)))
-    if name in {"gpu_memory", "host_memory", "max_request_body"}:
+    if name in {"gpu_memory", "host_memory", "max_request_body", "max_file_size", "files_quota"}:
         return "SIZE"
     if name == "chat_template_kwargs":
         return "JSON"
     kinds = {int: "N", float: "SECONDS", str: "TEXT"}
     kind = str(field.annotation)
+    if name.endswith("_dir"):
+        return "FOLDER"
     if "Path" in kind:
         return "FILE"
     return kinds.get(cast("type", field.annotation), "N" if "int" in kind else "TEXT")

@@ -25,6 +25,8 @@ from moestro.server.cli_show import TICK, memory_table, show_loading
 from moestro.server.cli_stop import HttpServer, Stop, on_hangup
 from moestro.server.doors import read_template, tls_options
 from moestro.server.engine_port import DEAD, READY
+from moestro.server.otel import Tracing
+from moestro.server.pages import VERSION
 from moestro.server.settings import GenerationDefaults, ServerSettings, serve_options
 from moestro.server.text import Text
 from moestro.server.tools_choose import model_type
@@ -51,6 +53,11 @@ def server_settings(config: Config, model: Model) -> ServerSettings:
         api_key_file=config.api_key_file,
         rate_limit=config.rate_limit,
         request_timeout=config.request_timeout,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batch_seqs=config.max_num_batch_seqs,
+        files_dir=config.files_dir,
+        max_file_size=config.max_file_size,
+        files_quota=config.files_quota,
         defaults=GenerationDefaults.from_checkpoint(model.path),
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
@@ -74,16 +81,23 @@ async def _serve(config: Config, model: Model, door: socket.socket) -> None:
         # The engine's process loads weights while this one loads the tokenizer.
         template = read_template(config.chat_template)
         text = await asyncio.to_thread(Text.from_checkpoint, model.path, chat_template=template)
-        with contextlib.closing(text):
-            app = create_app(server_settings(config, model), engine, text)
-            # A lifespan would be cancelled, with a traceback, by a second signal; its only task,
-            # to close the text, is done here.
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(text.close)
+            tracing = None
+            if config.otlp_endpoint is not None:
+                tracing = Tracing.to(config.otlp_endpoint, model.names[0], VERSION)
+                closing.push_async_callback(asyncio.to_thread, tracing.close)
+            settings = server_settings(config, model)
+            app = create_app(settings, engine, text, config=config, tracing=tracing)
+            # A lifespan would be cancelled, with a traceback, by a second signal; its tasks, to
+            # close the text and to stop batches, are done here.
             options = serve_options() | tls_options(config) | {"lifespan": "off"}
             server = HttpServer(uvicorn.Config(app, **options))
             stop = Stop(server, app.state.lifecycle.drain, config.shutdown_timeout)
             reload = app.state.keys.reload if config.api_key_file else None
             with stop.on_signals(), on_hangup(reload):
-                await _answer(engine, server, stop, model, door)
+                async with app.state.batches or contextlib.nullcontext():
+                    await _answer(engine, server, stop, model, door)
     finally:
         await engine.aclose()
 

@@ -12,6 +12,8 @@ from moestro.server.refusals import REFUSED, check_best_of, check_extra
 from moestro.server.sampling import build, choices, stop_rules, token_budget, whole
 from moestro.server.schema import CompletionRequest, validate
 from moestro.server.service import Service
+from moestro.server.structured import constraint_of
+from moestro.server.structured_plan import Plan
 from moestro.server.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
@@ -29,6 +31,7 @@ async def prepare_completion(service: Service, body: dict[str, Any], arrived: fl
     check_extra(extra, REFUSED, service.unknown)
     model = service.model_name(request.model)
     draft = _draft(request, service, n)
+    constraint = constraint_of(request)
     longest = service.info().max_model_len
     given = prompts_of(request.prompt, service.settings.max_prompts, longest)
     for ids in given:
@@ -37,6 +40,9 @@ async def prepare_completion(service: Service, body: dict[str, Any], arrived: fl
     tokenizer, skip = service.text.tokenizer, draft.output.skip_special
     size = sum(map(len, given))
     prompts = await service.text.run(_encode, tokenizer, given, special, skip, size=size)
+    if constraint is not None:
+        grammar = await service.grammars.grammar(Plan(constraint))
+        draft = replace(draft, params=replace(draft.params, grammar=grammar))
     return make_call(
         draft,
         prompts,

@@ -17,12 +17,15 @@ import jinja2
 from moestro.config import Config
 from moestro.errors import ConfigError
 from moestro.server.keys import read_keys
+from moestro.server.otel import check_endpoint
 from moestro.server.template import environment
 
 
 def check_doors(config: Config) -> None:
     """Raise ConfigError, which names the flag, for what could only fail after the loading."""
     refuse_open_door(config)
+    check_batch_seqs(config)
+    check_endpoint(config.otlp_endpoint)
     if config.api_key_file is not None:
         read_keys(config.api_key_file)
     check_tls(config)
@@ -39,6 +42,16 @@ def refuse_open_door(config: Config) -> None:
         "--allow-unauthenticated to let anyone use the model",
         param="host",
     )
+
+
+def check_batch_seqs(config: Config) -> None:
+    """Raise ConfigError when batches are to have more sequences than there are."""
+    batch, seqs = config.max_num_batch_seqs, config.max_num_seqs
+    if batch is not None and batch > seqs:
+        raise ConfigError(
+            f"--max-num-batch-seqs {batch}: more than --max-num-seqs {seqs}",
+            param="max_num_batch_seqs",
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -21,6 +21,7 @@ from moestro.log import about
 from moestro.server.auth import OPEN_PATHS
 from moestro.server.keys import Key, KeyRing
 from moestro.server.lifecycle import Lifecycle
+from moestro.server.messages_problems import speaks_messages
 from moestro.server.problems import response_of
 from moestro.server.rate_limit import RateLimiter
 from moestro.server.settings import ServerSettings
@@ -31,9 +32,13 @@ METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH"}
 REQUEST_ID = "moestro.request_id"  # scope key; a handler may put the client's label there
 KEY = "moestro.key"  # scope key; the `keys.Key` that the request carries
 LOGGED = 4096  # bytes of a body that --log-requests shows
+FORM = 1 << 20  # bytes of an upload beside its file
 LINGER = 1.0  # seconds of an oversized body read and dropped, so that the client sees the 413
 
+UPLOADS = "/v1/files"  # takes bodies as large as a file may be
+
 HttpRecord = Callable[[str, str, int, float], None]
+Settings = Callable[[], ServerSettings]  # those that hold now
 
 
 def label_of(value: str | None) -> str | None:
@@ -56,10 +61,10 @@ class Edge:
     """Outermost: gives every reply its id and turns what escapes into an error object."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, lifecycle: Lifecycle, record: HttpRecord
+        self, app: ASGIApp, settings: Settings, lifecycle: Lifecycle, record: HttpRecord
     ) -> None:
         self._app = app
-        self._log_requests = settings.log_requests
+        self._settings = settings
         self._lifecycle = lifecycle
         self._record = record
 
@@ -69,7 +74,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         sent = _Sent(scope, send, self._lifecycle)
-        body = _Overheard(receive) if self._log_requests else None
+        body = _Overheard(receive) if self._settings().log_requests else None
         receive = body or receive
         try:
             if scope["path"] in OPEN_PATHS:
@@ -93,7 +98,7 @@ class Edge:
         except MoestroError as error:
             if sent.status:
                 raise
-            await response_of(error)(scope, receive, sent)
+            await response_of(error, scope["path"])(scope, receive, sent)
         except ClientDisconnect:
             log.debug(
                 "a client left before its request was complete", extra=about(scope[REQUEST_ID])
@@ -108,7 +113,7 @@ class Edge:
             )
             if sent.status:
                 raise MoestroError("The reply was cut by an internal error.") from None
-            await response_of(MoestroError("Internal error."))(scope, receive, sent)
+            await response_of(MoestroError("Internal error."), scope["path"])(scope, receive, sent)
 
 
 def _log_request(scope: Scope, sent: _Sent, body: str) -> None:
@@ -174,6 +179,8 @@ class _Sent:
             (b"x-request-id", self._scope[REQUEST_ID].encode("ascii")),
             (b"openai-processing-ms", str(took).encode("ascii")),
         ]
+        if speaks_messages(self._scope["path"]):
+            common.append((b"request-id", common[0][1]))  # the name that its clients read
         if not self._lifecycle.draining:
             return [*headers, *common]
         kept = [pair for pair in headers if pair[0] != b"connection"]
@@ -193,7 +200,7 @@ class KeyCheck:
             try:
                 scope[KEY] = self._ring.find(scope["headers"])
             except BadKey as error:
-                await response_of(error)(scope, receive, send)
+                await response_of(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -218,7 +225,7 @@ class RateLimit:
             try:
                 self._limiter.take(_client(scope))
             except RateLimited as error:
-                await response_of(error)(scope, receive, send)
+                await response_of(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -234,7 +241,7 @@ def _client(scope: Scope) -> bytes:
 class BodyLimit:
     """Counts a body while it is read and gives up on one that is too large or too slow."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
 
@@ -243,12 +250,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, self._settings)
+        settings = self._settings()
+        upload = settings.files_dir is not None and scope["path"] == UPLOADS
+        body = _Body(receive, settings, upload=upload)
         declared = header(scope, b"content-length") or "0"
-        if declared.isdecimal() and int(declared) > self._settings.max_request_body:
+        if declared.isdecimal() and int(declared) > body.most:
             if header(scope, b"expect") is None:
                 await body.linger()
-            await response_of(body.too_large())(scope, receive, send)
+            await response_of(body.too_large(), scope["path"])(scope, receive, send)
             return
         await self._app(scope, body, send)
 
@@ -256,10 +265,12 @@ class BodyLimit:
 class _Body:
     """A `receive` that is bounded in bytes and in time until the body is complete."""
 
-    def __init__(self, receive: Receive, settings: ServerSettings) -> None:
+    def __init__(self, receive: Receive, settings: ServerSettings, *, upload: bool) -> None:
         self._receive = receive
-        self._settings = settings
-        self._deadline = time.monotonic() + settings.body_deadline
+        self._patience = settings.body_timeout
+        self._whole = settings.upload_deadline if upload else settings.body_deadline
+        self.most = settings.max_file_size + FORM if upload else settings.max_request_body
+        self._deadline = time.monotonic() + self._whole
         self._total = 0
         self._complete = False
 
@@ -268,25 +279,22 @@ class _Body:
             return await self._receive()
         left = self._deadline - time.monotonic()
         try:
-            async with asyncio.timeout(min(self._settings.body_timeout, left)):
+            async with asyncio.timeout(min(self._patience, left)):
                 message = await self._receive()
         except TimeoutError:
             raise BodyTimeout(
                 f"The request body did not arrive: {self._total} bytes came, then none for "
-                f"{self._settings.body_timeout:g} s (or not all within "
-                f"{self._settings.body_deadline:g} s)."
+                f"{self._patience:g} s (or not all within {self._whole:g} s)."
             ) from None
         self._total += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
-        if self._total > self._settings.max_request_body:
+        if self._total > self.most:
             await self.linger()
             raise self.too_large()
         return message
 
     def too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"The request body is over the limit of {self._settings.max_request_body} bytes."
-        )
+        return BodyTooLarge(f"The request body is over the limit of {self.most} bytes.")
 
     async def linger(self) -> None:
         """Drop what still comes for a moment: closing at once would lose the reply on its way."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from moestro.engine.messages import EngineInfo
+from moestro.engine.messages import EngineInfo, Tuning
 from moestro.stats import EngineStats
 from moestro.types import Request, TokenEvent
 
@@ -85,6 +85,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def foreground(self) -> int:
+        """Live sequences that are not background work."""
+        ...
+
+    @property
     def snapshot(self) -> EngineStats:
         """The latest statistics, without waiting."""
         ...
@@ -97,6 +102,13 @@ class Engine(Protocol):
         """Admit all of the requests or none. While the engine is restarted they queue.
 
         Raises `ContextTooLong`, `InvalidRequest`, `QueueFull` or `Unavailable`, with nothing sent.
+        """
+        ...
+
+    async def tune(self, tuning: Tuning, max_num_queued: int) -> None:
+        """Change what can change while it runs; an engine that takes over gets the same.
+
+        Raises `Unavailable` or `InvalidRequest`, and then nothing has changed.
         """
         ...
 

@@ -6,7 +6,7 @@ Does not own: the wire format. Streamed and whole replies are both made from the
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -15,6 +15,7 @@ from moestro.server.call import Call
 from moestro.server.choice import ChoiceText, Piece
 from moestro.server.engine_port import Engine, Stream
 from moestro.server.prometheus import Finished, Metrics
+from moestro.server.reasoning_count import ReasoningCounter
 from moestro.server.tokenizer import Tokenizer
 from moestro.types import Finish, Timing, TokenEvent, TokenLogprobs
 
@@ -23,11 +24,12 @@ PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one call so far."""
+    """Token counts of one call so far. `reasoning` is a part of `completion`."""
 
     prompt: int
     completion: int
     cached: int
+    reasoning: int = 0
 
 
 @dataclass(slots=True)
@@ -46,10 +48,19 @@ class Generation:
     `opened` by `open`, entered and left by whoever makes the reply; nothing may come between.
     """
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        observer: Callable[[int, Finished], None] | None = None,
+    ) -> None:
+        """`observer` hears of each choice's end, by its index."""
         self.call = call
+        self._observer = observer
         self.tokenizer = tokenizer
         self.choices = [self._choice() for _ in call.requests]
+        self._reasoning = [self._counter() for _ in call.requests]
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # by prompt: choices share them
         self._index = {request.id: i for i, request in enumerate(call.requests)}
         self._clocks = [_Clock() for _ in call.requests]
@@ -66,6 +77,10 @@ class Generation:
             keep=output.format.keep if output.format is not None else frozenset(),
         )
         return ChoiceText(detokenizer, output.stops, detailed=output.detailed)
+
+    def _counter(self) -> ReasoningCounter | None:
+        form = self.call.output.format
+        return form.counter(self.tokenizer.bytes_of) if form is not None else None
 
     def open(self, engine: Engine) -> None:
         """Hand the sequences to the engine. Raises what admission raises, with nothing held."""
@@ -100,7 +115,8 @@ class Generation:
     def usage(self) -> Usage:
         """Return the counts so far."""
         completion = sum(choice.completion_tokens for choice in self.choices)
-        return Usage(self.call.prompt_tokens, completion, sum(self._cached))
+        reasoning = sum(counter.count for counter in self._reasoning if counter is not None)
+        return Usage(self.call.prompt_tokens, completion, sum(self._cached), reasoning)
 
     async def pieces(self) -> AsyncIterator[list[tuple[int, Piece]]]:
         """Yield what can be sent, by ascending choice; at most one piece per choice each time.
@@ -152,12 +168,16 @@ class Generation:
             self._clocks[index].timing = event.timing
             if index % self.call.n == 0:
                 self._cached[index // self.call.n] = event.timing.cached_tokens
-        choice = self.choices[index]
+        choice, counter = self.choices[index], self._reasoning[index]
         if self.call.output.discard:
             choice.finish = Finish.LENGTH if event.finish is not None else None
-        elif choice.push(event):
+            return
+        before = choice.completion_tokens
+        if choice.push(event):
             assert self._stream is not None
             self._stream.abort(event.id)
+        if counter is not None:  # not what came behind a stop string
+            counter.push(event.token_ids[: choice.completion_tokens - before])
 
     def _clock(self, index: int, tokens: int, now: float) -> None:
         clock = self._clocks[index]
@@ -175,14 +195,15 @@ class Generation:
             return
         clock.reported = True
         choice, request = self.choices[index], self.call.requests[index]
-        self._metrics.finished(
-            Finished(
-                finish=choice.finish or unfinished,
-                prompt_tokens=len(request.prompt),
-                completion_tokens=choice.completion_tokens,
-                max_tokens=request.sampling.max_tokens,
-                total=time.monotonic() - self.call.arrived,
-                first_to_last=clock.last - clock.first,
-                timing=clock.timing,
-            )
+        finished = Finished(
+            finish=choice.finish or unfinished,
+            prompt_tokens=len(request.prompt),
+            completion_tokens=choice.completion_tokens,
+            max_tokens=request.sampling.max_tokens,
+            total=time.monotonic() - self.call.arrived,
+            first_to_last=clock.last - clock.first,
+            timing=clock.timing,
         )
+        self._metrics.finished(finished)
+        if self._observer is not None:
+            self._observer(index, finished)

@@ -48,7 +48,10 @@ async def model(request: Request, service: Service) -> Response:
 
 
 async def health(_request: Request, service: Service) -> Response:
-    """Say whether the server can answer: 200, or 503 with the reason and how far loading is."""
+    """Say whether the server can answer: 200, or 503 with the reason and how far loading is.
+
+    `error` is what ended the engine before, `stalled` whether the new one says nothing.
+    """
     verdict = service.lifecycle.verdict()
     if verdict == "ok":
         return reply({"status": "ok"})
@@ -57,6 +60,7 @@ async def health(_request: Request, service: Service) -> Response:
         stage, done, total = service.engine.progress
         progress = round(done / total, 4) if total else 0.0
         body |= {"stage": stage, "done": done, "total": total, "progress": progress}
+        body |= {"stalled": service.engine.stalled, "error": service.engine.error}
     return reply(body, 503, {"retry-after": "1"})
 
 

@@ -17,6 +17,8 @@ from moestro.errors import (
     RateLimited,
     Unavailable,
 )
+from moestro.server import messages_problems
+from moestro.server.messages_problems import speaks_messages
 from moestro.server.wire import dump, reply
 
 KINDS = {404: "not_found_error"}
@@ -34,32 +36,41 @@ def body_of(error: MoestroError) -> dict[str, Any]:
     return _body(error.message, error.kind, error.param, error.code)
 
 
-def response_of(error: MoestroError) -> Response:
-    """Return the reply for an error that comes before anything was streamed."""
-    return reply(body_of(error), error.status, _headers(error))
+def response_of(error: MoestroError, path: str = "") -> Response:
+    """Return the reply for an error that comes before anything was streamed.
+
+    `path`: the request's, since the Messages routes spell errors their own way.
+    """
+    body = body_of(error)
+    if speaks_messages(path):
+        body = messages_problems.body_of(error.message, error.status)
+    return reply(body, error.status, _headers(error))
 
 
-def event_of(error: MoestroError) -> bytes:
+def event_of(error: MoestroError) -> str:
     """Return the stream event for an error that comes after the status line."""
     body = _body(error.message, error.kind, error.param, error.code or error.status)
-    return f"data: {dump(body)}\n\n".encode("ascii")
+    return f"data: {dump(body)}\n\n"
 
 
-def response_of_http(exc: HTTPException) -> Response:
+def response_of_http(exc: HTTPException, path: str = "") -> Response:
     """Return the reply for what the router refuses: unknown paths and wrong methods."""
     kind = KINDS.get(exc.status_code, "invalid_request_error")
     message = {404: "No such route.", 405: "This route does not take that method."}
     text = message.get(exc.status_code, str(exc.detail))
     headers = dict(exc.headers) if exc.headers else None
-    return reply(_body(text, kind, None, None), exc.status_code, headers)
+    body = _body(text, kind, None, None)
+    if speaks_messages(path):
+        body = messages_problems.body_of(text, exc.status_code)
+    return reply(body, exc.status_code, headers)
 
 
 async def handle(request: Request, exc: Exception) -> Response:
     """Answer an exception that reached the router. Registered for the two kinds it knows."""
     if isinstance(exc, MoestroError):
-        return response_of(exc)
+        return response_of(exc, request.scope["path"])
     assert isinstance(exc, HTTPException)
-    return response_of_http(exc)
+    return response_of_http(exc, request.scope["path"])
 
 
 def _body(message: str, kind: str, param: str | None, code: str | int | None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ log = logging.getLogger(__name__)
 # field -> (values that ask for nothing, what a refusal says)
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
-GRAMMAR = "constrained output is not available in this version"
 TOOLS = "tools belong to /v1/chat/completions"
 OLD_TOOLS = "use tools and tool_choice"
 REASONING = "reasoning is told apart on /v1/chat/completions"
@@ -26,13 +25,8 @@ REFUSED: Refused = {
     "functions": (([],), OLD_TOOLS),
     "tool_choice": (("none", "auto"), TOOLS),
     "function_call": (("none", "auto"), OLD_TOOLS),
-    "response_format": (({"type": "text"},), f"only {{'type': 'text'}}: {GRAMMAR}"),
-    "structured_outputs": ((), GRAMMAR),
-    "structural_tag": ((), GRAMMAR),
-    "grammar": (("",), GRAMMAR),
-    "regex": ((), GRAMMAR),
-    "ebnf": ((), GRAMMAR),
-    "json_schema": ((), GRAMMAR),
+    "structural_tag": ((), "use response_format, or tools with strict"),
+    "guided_whitespace_pattern": ((), "white space between JSON tokens is bounded as it is"),
     "suffix": (("",), "fill-in-the-middle is not available in this version"),
     "use_beam_search": ((False,), "beam search is not available"),
     "beam_width": ((1,), "beam search is not available"),
@@ -79,6 +73,7 @@ IGNORABLE = frozenset(
         "web_search_options",
         "moderation",
         "parallel_tool_calls",
+        "guided_decoding_backend",
         "vllm_xargs",
         "kv_transfer_params",
         "session_id",
@@ -111,8 +106,8 @@ def check_extra(extra: Mapping[str, Any], refused: Refused, unknown: UnknownKeys
             harmless, reason = refused[key]
             if not any(type(value) is type(h) and value == h for h in harmless):
                 raise InvalidRequest(f"'{key}' is not supported: {reason}.", param=key)
-        elif key.startswith(GUIDED):
-            raise InvalidRequest(f"'{key[:64]}' is not supported: {GRAMMAR}.", param=key[:64])
+        elif key.startswith(GUIDED) and key not in IGNORABLE:
+            raise InvalidRequest(f"'{key[:64]}' is not supported.", param=key[:64])
         elif key == "modalities":
             if value != ["text"]:
                 raise InvalidRequest("'modalities' may only be ['text'].", param=key)

@@ -23,18 +23,20 @@ from moestro.server.choice import Piece
 from moestro.server.deadline import Deadline
 from moestro.server.edge import REQUEST_ID
 from moestro.server.generation import Generation, Usage
-from moestro.server.problems import event_of
 from moestro.server.settings import ServerSettings
 from moestro.server.wire import dump, reply
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
 
 
 class Wire(Protocol):
-    """One endpoint's spelling of a generation. Chunks are complete `data:` events as text."""
+    """One endpoint's spelling of a generation, as complete server-sent events or as one body."""
+
+    def start(self, generation: Generation) -> str:
+        """Return the events that come before anything was generated, possibly none."""
+        ...
 
     def first(self, generation: Generation, index: int) -> str:
         """Return the events that come before the first piece of choice `index`, possibly none."""
@@ -44,8 +46,12 @@ class Wire(Protocol):
         """Return the events for one piece, the one that ends a choice included."""
         ...
 
-    def usage(self, generation: Generation) -> str:
-        """Return the usage event."""
+    def end(self, generation: Generation) -> str:
+        """Return the events that come after the last piece."""
+        ...
+
+    def failed(self, generation: Generation, error: MoestroError) -> str:
+        """Return the events that end a stream which cannot go on."""
         ...
 
     def whole(self, generation: Generation, pieces: list[list[Piece]]) -> dict[str, Any]:
@@ -87,6 +93,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
 
@@ -181,13 +188,16 @@ class TokenStream(EventSourceResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         """Yield SSE bytes: one write per batch, the end marker in the same write as the last."""
         try:
+            start = self._wire.start(self._generation)
+            if start:
+                yield start.encode("ascii")
             pieces = self._generation.pieces()
             async for batch in self._deadline.each(pieces) if self._deadline else pieces:
                 data = self._render(batch)
                 if data:
                     yield data
         except MoestroError as error:
-            yield event_of(error) + DONE
+            yield self._failed(error)
         except Exception as exc:
             # The text of the exception may hold what the user wrote: log where, not what.
             trace = "".join(traceback.format_tb(exc.__traceback__))
@@ -196,15 +206,17 @@ class TokenStream(EventSourceResponse):
                 type(exc).__name__,
                 extra=about(self._request_id, trace),
             )
-            yield event_of(MoestroError("Internal error.")) + DONE
+            yield self._failed(MoestroError("Internal error."))
+
+    def _failed(self, error: MoestroError) -> bytes:
+        return self._wire.failed(self._generation, error).encode("ascii")
 
     def _render(self, batch: list[tuple[int, Piece]]) -> bytes:
         generation, wire = self._generation, self._wire
         out = [wire.first(generation, index) for index in self._starting(batch)]
         out += [wire.piece(generation, index, piece) for index, piece in batch]
         if generation.done:
-            out.append(wire.usage(generation) if generation.call.output.include_usage else "")
-            out.append(DONE.decode())
+            out.append(wire.end(generation))
         return "".join(out).encode("ascii")
 
     def _starting(self, batch: list[tuple[int, Piece]]) -> Sequence[int]:

@@ -62,6 +62,18 @@ class GenerationRequest(Wire):
     priority: Int | None = None
     cache_salt: Str | None = None
     request_id: Str | None = None
+    # the form of the answer: see `structured`
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | Str | None = None
+    guided_json_object: Bool | None = None
+    guided_regex: Str | None = None
+    guided_choice: list[Str] | None = None
+    guided_grammar: Str | None = None
+    json_schema: dict[str, Any] | Str | None = None
+    regex: Str | None = None
+    ebnf: Str | None = None
+    grammar: Str | None = None
 
 
 class ChatRequest(GenerationRequest):

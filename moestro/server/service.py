@@ -15,18 +15,23 @@ from starlette.responses import Response
 
 from moestro.engine.messages import EngineInfo
 from moestro.errors import MoestroError, Unavailable
+from moestro.server.background import BACKGROUND, Background, in_background
 from moestro.server.call import Call
 from moestro.server.deadline import Deadline
 from moestro.server.edge import REQUEST_ID, header, label_of
 from moestro.server.engine_port import Engine
+from moestro.server.files_store import FileStore
 from moestro.server.generation import Generation
 from moestro.server.lifecycle import Lifecycle
+from moestro.server.live_config import LiveConfig
+from moestro.server.otel import TRACE, RequestTrace
 from moestro.server.problems import UnknownModel
 from moestro.server.prometheus import Metrics
 from moestro.server.refusals import UnknownKeys
 from moestro.server.reply import ClientGone, TokenStream, Wire, collect, unless_gone
 from moestro.server.sampling import Vocabulary
 from moestro.server.settings import ServerSettings
+from moestro.server.structured_check import Grammars
 from moestro.server.text import Text
 from moestro.server.tokenizer import Tokenizer
 from moestro.server.wire import parse
@@ -36,13 +41,21 @@ from moestro.server.wire import parse
 class Service:
     """The parts a route needs. One per app."""
 
-    settings: ServerSettings
+    live: LiveConfig
     engine: Engine
     text: Text
     lifecycle: Lifecycle
     metrics: Metrics
+    background: Background
+    grammars: Grammars
+    files: FileStore | None = None  # None: the server keeps none
     unknown: UnknownKeys = field(default_factory=UnknownKeys)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def settings(self) -> ServerSettings:
+        """The settings that hold now."""
+        return self.live.settings
 
     def model_name(self, asked: str | None) -> str:
         """Return the name to answer under. Raises `UnknownModel`, without repeating what came."""
@@ -60,16 +73,25 @@ class Service:
 
     def info(self) -> EngineInfo:
         """Return the engine's limits. Raises `Unavailable` before they are known."""
-        if self.engine.info is None:
-            raise Unavailable("The model is still loading.", code="loading")
-        return self.engine.info
+        return info_of(self.engine)
 
     def vocabulary(self) -> Vocabulary:
         """Return what token ids may be and which of them end a text."""
-        info = self.info()
-        known = (*info.eos_token_ids, *self.settings.defaults.eos_token_ids)
-        eos = tuple(i for i in dict.fromkeys(known) if i < info.vocab_size)
-        return Vocabulary(info.vocab_size, eos)
+        return vocabulary_of(self.info(), self.settings)
+
+
+def info_of(engine: Engine) -> EngineInfo:
+    """Return the engine's limits. Raises `Unavailable` before they are known."""
+    if engine.info is None:
+        raise Unavailable("The model is still loading.", code="loading")
+    return engine.info
+
+
+def vocabulary_of(info: EngineInfo, settings: ServerSettings) -> Vocabulary:
+    """Return what token ids may be, by the engine and by the checkpoint's defaults."""
+    known = (*info.eos_token_ids, *settings.defaults.eos_token_ids)
+    eos = tuple(i for i in dict.fromkeys(known) if i < info.vocab_size)
+    return Vocabulary(info.vocab_size, eos)
 
 
 async def body_of(request: Request) -> dict[str, Any]:
@@ -98,9 +120,18 @@ async def answer(
     except MoestroError as error:
         service.metrics.rejected(error.code)
         raise
-    deadline = Deadline(arrived, service.settings.request_timeout)
+    background = request.scope.get(BACKGROUND, False)  # nobody waits, so nobody is impatient
+    deadline = Deadline(arrived, 0.0 if background else service.settings.request_timeout)
     async with deadline.hold():
         return await _admitted(request, service, prepare, make_wire, arrived, deadline)
+
+
+async def _behind_others(call: Call, service: Service, make_wire: MakeWire) -> Response:
+    async with service.background.seats(len(call.requests)):
+        call = in_background(call)
+        generation = Generation(call, service.text.tokenizer, service.metrics)
+        generation.open(service.engine)
+        return await collect(generation, make_wire(call, service.text.tokenizer))
 
 
 async def _admitted(
@@ -118,7 +149,11 @@ async def _admitted(
 
     try:
         call = await unless_gone(request, prepared())
-        generation = Generation(call, service.text.tokenizer, service.metrics)
+        if request.scope.get(BACKGROUND):
+            return await _behind_others(call, service, make_wire)
+        trace: RequestTrace | None = request.scope.get(TRACE)
+        observer = None if trace is None else trace.observer(call.n)
+        generation = Generation(call, service.text.tokenizer, service.metrics, observer)
         wire = make_wire(call, service.text.tokenizer)
         if call.output.stream:
             stream = TokenStream(generation, wire, service.settings, deadline)

@@ -91,6 +91,16 @@ class ServerSettings:
     """Requests a minute for each key, or for each client address when there are no keys."""
     request_timeout: float = 0.0
     """A generating request that takes longer, waiting included, is ended; 0 = none is."""
+    max_num_seqs: int = 64
+    """Sequences that the engine runs at the same time."""
+    max_num_batch_seqs: int | None = None
+    """How many of them may be of batches; None = half."""
+    files_dir: Path | None = None
+    """Where files and batches are kept; None = there are none."""
+    max_file_size: int = 200 * 2**20
+    files_quota: int = 10 * 2**30
+    upload_deadline: float = 3600.0
+    """An uploaded file must be complete after this long."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Passed to every chat template; a request's `chat_template_kwargs` wins."""
@@ -124,6 +134,11 @@ class ServerSettings:
     """Serve /docs and /openapi.json."""
     cors_origins: tuple[str, ...] = ()
 
+    @property
+    def batch_seqs(self) -> int:
+        """Most sequences of batches at the same time."""
+        return self.max_num_batch_seqs or max(1, self.max_num_seqs // 2)
+
     def __post_init__(self) -> None:
         if not self.served_model_names:
             raise ValueError("served_model_names needs at least one name")
@@ -136,9 +151,11 @@ def serve_options() -> dict[str, Any]:
     takes a benchmark that opens all its connections at once. Signals and draining are the command
     line's business, so what uvicorn itself waits for at the end is short.
     """
+    from moestro.server.http_protocol import HeadLimits
+
     return {
         "loop": "uvloop",
-        "http": "httptools",
+        "http": HeadLimits,
         "lifespan": "on",
         "ws": "none",
         "timeout_keep_alive": 75,

@@ -27,8 +27,14 @@ class Text:
     """What turns a client's text into token ids. Close it to end its threads."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, threads: int = 2
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        folder: Path | None = None,
+        threads: int = 2,
     ) -> None:
+        self.folder = folder  # of the checkpoint
         self.tokenizer = tokenizer
         self.template = template
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="moestro-text")
@@ -52,11 +58,11 @@ class Text:
         source = chat_template or find_template(folder, read_config(folder))
         if source is None:
             log.warning("the checkpoint has no chat template: chat requests will be refused")
-            return Text(tokenizer, None, threads=threads)
+            return Text(tokenizer, None, folder=folder, threads=threads)
         template = ChatTemplate(source, tokenizer.special_tokens, seconds=template_timeout)
         if template.problem is not None:
             log.warning("the chat template is broken, chat is refused: %s", template.problem)
-        return Text(tokenizer, template, threads=threads)
+        return Text(tokenizer, template, folder=folder, threads=threads)
 
     async def run(self, work: Callable[..., T], *args: Any, size: int = 0) -> T:
         """Run `work(*args)` in a pool. Cancelling only stops the waiting. `size`: characters."""

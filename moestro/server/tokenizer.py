@@ -33,6 +33,7 @@ class Tokenizer:
     def __init__(self, backend: Backend, config: dict[str, Any] | None = None) -> None:
         self._backend = backend
         self.special_tokens = _special_tokens(config or {})
+        self._marks = _marks(backend)
         backend.no_truncation()
         backend.no_padding()
         _mark_special(backend, self.special_tokens)
@@ -112,6 +113,10 @@ class Tokenizer:
             return self._table.bytes_of(token)
         return self._backend.decode([token], skip_special_tokens=False).encode()
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of a token that grammars cannot spell as text; None for any other text."""
+        return self._marks.get(text)
+
     def name_of(self, token: int) -> str:
         """Return the vocabulary's own spelling of a token."""
         return self._backend.id_to_token(token) or ""
@@ -145,6 +150,16 @@ def _convert(folder: Path) -> Backend:
             "the checkpoint has no tokenizer.json and its tokenizer cannot be converted to one"
         )
     return backend
+
+
+def _marks(backend: Backend) -> dict[str, int]:
+    """Return the tokens that are no text for llguidance: special ones, and all in <>."""
+    added = backend.get_added_tokens_decoder()
+    return {
+        token.content: id
+        for id, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
 
 
 def _content(token: object) -> str | None:

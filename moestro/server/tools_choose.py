@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moestro.server import tools_families as families
+from moestro.server import tools_xml as xml
 from moestro.server.reasoning import MISTRAL, THINK, Marks
 from moestro.server.tools_families import Schemas
 from moestro.server.tools_harmony import CHANNEL, MESSAGE
@@ -22,7 +23,7 @@ NONE, AUTO, HARMONY = "none", "auto", "harmony"
 # name -> (script, markers that may be special tokens)
 TOOL_PARSERS: Mapping[str, tuple[Callable[[Schemas], Script], tuple[str, ...]]] = {
     "hermes": (families.hermes, (families.TOOL_CALL, families.TOOL_CALL_END)),
-    "qwen3_coder": (families.qwen3_coder, (families.TOOL_CALL, families.TOOL_CALL_END)),
+    "qwen3_coder": (xml.qwen3_coder, (families.TOOL_CALL, families.TOOL_CALL_END)),
     "mistral": (families.mistral, (families.TOOL_CALLS, families.ARGS, families.CALL_ID)),
     "deepseek": (
         families.deepseek,
@@ -39,7 +40,7 @@ TOOL_SIGNS: Mapping[str, tuple[str, ...]] = {
     HARMONY: (CHANNEL, MESSAGE),
     "deepseek": (families.CALL_BEGIN,),
     "mistral": (families.TOOL_CALLS,),
-    "qwen3_coder": (families.TOOL_CALL, families.FUNCTION),
+    "qwen3_coder": (families.TOOL_CALL, xml.FUNCTION),
     NONE: ("<arg_key>",),  # GLM: <tool_call>, but nothing that is read here
     "hermes": (families.TOOL_CALL,),
 }

@@ -39,7 +39,10 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments; all fragments of one call together are a JSON object."""
+    """More of a call's arguments; all fragments of one call together are what the model wrote.
+
+    That is a JSON object, unless the answer was cut off or the model wrote something else.
+    """
 
     index: int
     text: str
@@ -82,7 +85,7 @@ def call_of(name: Any, arguments: Any) -> Call:
         arguments = {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise Broken
-    return Call(name, _dump(arguments))
+    return Call(name, dumped(arguments))
 
 
 def loads(text: str) -> Any:
@@ -97,7 +100,8 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _dump(value: dict[str, Any]) -> str:
+def dumped(value: Any) -> str:
+    """Return the JSON text of a value. Raises `Broken` for a number that JSON cannot write."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -116,6 +120,7 @@ class Sink:
         self._deltas: list[Delta] = []
         self.calls = 0
         self.fresh = True  # nothing was said since the last call
+        self.writing = False  # the last call's arguments are not complete
 
     def said(self, text: str) -> None:
         """Add text for the user."""
@@ -134,12 +139,32 @@ class Sink:
         else:
             self._deltas.append(kind(text))
 
-    def call(self, call: Call) -> None:
-        """Add a whole call: its name first, then its arguments."""
-        self._deltas.append(Called(self.calls, self._new_id(), call.name))
-        self._deltas.append(Arguments(self.calls, call.arguments))
+    def begin(self, name: str) -> None:
+        """Begin a call. Its arguments follow while they are written."""
+        self._deltas.append(Called(self.calls, self._new_id(), name))
         self.calls += 1
+        self.writing = True
+
+    def more(self, text: str) -> None:
+        """Add to the arguments of the call that was begun."""
+        if not text:
+            return
+        last = self._deltas[-1] if self._deltas else None
+        if isinstance(last, Arguments):
+            self._deltas[-1] = Arguments(last.index, last.text + text)
+        else:
+            self._deltas.append(Arguments(self.calls - 1, text))
+
+    def end(self) -> None:
+        """End the call that was begun."""
+        self.writing = False
         self.fresh = True
+
+    def call(self, call: Call) -> None:
+        """Add a whole call."""
+        self.begin(call.name)
+        self.more(call.arguments)
+        self.end()
 
     def take(self) -> list[Delta]:
         """Return what was added since the last time."""

@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable
 
 from moestro.server.tools_deltas import Broken, Cut, Sink, call_of
+from moestro.server.tools_json import copied, object_comes
 from moestro.server.tools_reader import Found, Reader, Script, Steps, prose, until
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 LONGEST_HEADER = 256
 RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
@@ -76,11 +78,29 @@ def _text(r: Reader, emit: Callable[[str], None]) -> Steps[Found | None]:
 
 
 def _call(r: Reader, out: Sink, name: str) -> Steps[Found | None]:
-    """Read the body of a call up to the marker that ends it."""
+    """Tell the call whose body comes, up to the marker that ends it; a body of no JSON is text."""
+    start = r.pos
+    try:
+        written = yield from object_comes(r)
+    except (Broken, Cut):
+        written = False
+    if not written:
+        r.pos = start
+        return (yield from _odd_call(r, out, name))
+    out.begin(name)
+    behind: list[str] = []
+    whole = yield from copied(r, out.more, [])
+    found = yield from _text(r, behind.append if whole else out.more)
+    if whole or found is not None:
+        out.end()
+    if (text := "".join(behind)).strip():
+        out.said(text)
+    return found
+
+
+def _odd_call(r: Reader, out: Sink, name: str) -> Steps[Found | None]:
     body: list[str] = []
-    found = yield from prose(r, body.append, MARKERS, "")
-    if found is None:
-        body.append(r.rest())
+    found = yield from _text(r, body.append)
     text = "".join(body)
     try:
         out.call(call_of(name, text))

@@ -56,6 +56,11 @@ class Parser:
         self._steps: Steps[None] = script(self._reader, self._sink)
         next(self._steps, None)
 
+    @property
+    def writing(self) -> bool:
+        """Whether the last call is incomplete."""
+        return self._sink.writing
+
     def feed(self, text: str) -> list[Delta]:
         """Return what can be told from the text so far and was not returned before."""
         self._reader.text += text
@@ -145,7 +150,7 @@ def value(r: Reader) -> Steps[Any]:
         if char in CLOSING:
             open.append(CLOSING[char])
         elif char == '"':
-            yield from _string(r)
+            yield from string(r)
         elif char != open.pop():
             raise Broken
         if not open:
@@ -160,7 +165,8 @@ def _next(r: Reader, pattern: re.Pattern[str]) -> Steps[str]:
     return found[0]
 
 
-def _string(r: Reader) -> Steps[None]:
+def string(r: Reader) -> Steps[None]:
+    """Read the rest of a JSON string, behind its first quote."""
     while (yield from _next(r, INSIDE)) == "\\":
         yield from peek(r)
         r.pos += 1

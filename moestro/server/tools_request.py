@@ -1,4 +1,4 @@
-"""What a request says about tools. Owns: checking `tools` and `tool_choice`.
+"""What a request says about tools. Owns: checking `tools`.
 
 Does not own: what the template does with them, or how calls are found in an answer.
 """
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moestro.errors import InvalidRequest
-from moestro.server.refusals import GRAMMAR
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 KINDS = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
@@ -41,17 +40,10 @@ def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     return {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}
 
 
-def may_call(choice: Any, tools: Sequence[Tool]) -> bool:
-    """Whether the model may call the tools. Raises `InvalidRequest` for a choice not served."""
-    if choice is None or choice == "auto":
-        return bool(tools)
-    if choice == "none":
-        return False
-    if choice == "required" or isinstance(choice, dict):
-        raise InvalidRequest(
-            f"'tool_choice' may only be 'none' or 'auto': {GRAMMAR}.", param="tool_choice"
-        )
-    raise _wrong("tool_choice", "must be 'none' or 'auto'")
+def strict_of(given: Sequence[Any] | None) -> frozenset[str]:
+    """Return the names of the tools whose schema must hold. `given` was checked before."""
+    functions = [tool["function"] for tool in given or ()]
+    return frozenset(function["name"] for function in functions if function.get("strict"))
 
 
 def _wrong(at: str, what: str) -> InvalidRequest:
@@ -77,11 +69,8 @@ def _function(raw: dict[str, Any], at: str) -> dict[str, Any]:
         raise _wrong(f"{at}.name", "must be 1 to 128 letters, digits or any of _ . : / -")
     if not isinstance(function.get("description", ""), str):
         raise _wrong(f"{at}.description", "must be a string")
-    strict = function.pop("strict", False)
-    if not isinstance(strict, bool):
+    if not isinstance(function.pop("strict", False), bool):
         raise _wrong(f"{at}.strict", "must be true or false")
-    if strict:
-        raise _wrong(f"{at}.strict", f"is not supported: {GRAMMAR}")
     if "parameters" in function:
         _check_schema(function["parameters"], f"{at}.parameters")
     return function

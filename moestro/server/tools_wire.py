@@ -41,7 +41,7 @@ def message_json(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def finish_reason(finish: Finish, *, called: bool) -> str:
-    """Return why a choice ended; one that called and was not cut off ended to call."""
+    """Return why a choice ended. `called`: see `Answer.ended_to_call`."""
     return "tool_calls" if called and finish is Finish.STOP else finish.value
 
 

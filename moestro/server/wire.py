@@ -16,6 +16,7 @@ from moestro.errors import InvalidRequest
 
 BOM = b"\xef\xbb\xbf"
 JSON_TYPES = ("application/json", "text/plain", "")
+DONE = "data: [DONE]\n\n"  # what ends a stream of completions
 
 
 def quote(text: str) -> str:
@@ -26,6 +27,11 @@ def quote(text: str) -> str:
 def dump(value: Any) -> str:
     """Return `value` as one line of ASCII JSON."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+def event(value: dict[str, Any]) -> str:
+    """Return a server-sent event that is named after the value's `type`."""
+    return f"event: {value['type']}\ndata: {dump(value)}\n\n"
 
 
 def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.flags_table import with_table
+from tools.models_table import PAGE, page
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -105,6 +106,10 @@ def test_paths_and_links_exist(document: str) -> None:
 
 def test_the_table_of_flags_is_up_to_date() -> None:
     assert with_table(README) == README, "run python tools/flags_table.py"
+
+
+def test_the_page_of_models_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tools.models_table"
 
 
 def test_the_two_commands_exist() -> None:

@@ -31,7 +31,7 @@ PURE = [
     "moestro.expert_cache.simulate",
     "moestro.expert_cache.trace",
 ]
-PURE_PACKAGES = ["scheduler", "server", "expert_cache/policies"]
+PURE_PACKAGES = ["grammar", "scheduler", "server", "expert_cache/policies"]
 
 # One process for all: after each import it looks whether torch came along.
 PROBE = """

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.oracle import tiny, wire
+from tests.oracle.answers import Answers, Bodies, Disturb, differences
+from tests.oracle.answers import run as run_all
 from tests.oracle.serving import Served, is_idle, serve
 
 PATIENCE = 60.0
 TOKENS = 200
-LONG = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "logprobs": 2}
+LONG = {
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "stream": True,
+    "logprobs": 2,
+    "return_token_ids": True,
+}
 HOT = {"temperature": 0.9, "seed": 7}
 PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.1}
 BODIES: dict[str, dict[str, Any]] = {
@@ -35,44 +43,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Choice:
-    """What came of one choice."""
-
-    text: str = ""
-    tokens: list[str] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    top: list[Any] = field(default_factory=list)
-    finish: str | None = None
-
-
-@dataclass
-class Answer:
-    """What came of one request."""
-
-    choices: dict[int, Choice] = field(default_factory=dict)
-    usage: Any = None
-    done: bool = False
-
-    @property
-    def length(self) -> int:
-        return sum(len(choice.text) for choice in self.choices.values())
-
-    def take(self, event: dict[str, Any]) -> None:
-        assert "error" not in event, event
-        self.usage = event.get("usage") or self.usage
-        for part in event["choices"]:
-            choice = self.choices.setdefault(part["index"], Choice())
-            assert choice.finish is None
-            choice.text += part["text"]
-            choice.finish = part["finish_reason"]
-            scored = part.get("logprobs")
-            if scored:
-                choice.tokens += scored["tokens"]
-                choice.logprobs += scored["token_logprobs"]
-                choice.top += [sorted(top or {}) for top in scored["top_logprobs"]]
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("recovery")
@@ -82,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def bodies(server: Served) -> dict[str, dict[str, Any]]:
+def bodies(server: Served) -> Bodies:
     """All requests; the stop strings are ones that come."""
     text = asyncio.run(run(server, {"greedy": BODIES["greedy"]}))["greedy"].choices[0].text
     stop = {"stop": [text[140:145]]}
@@ -90,11 +60,11 @@ def bodies(server: Served) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Served, bodies: dict[str, dict[str, Any]]) -> dict[str, Answer]:
+def undisturbed(server: Served, bodies: Bodies) -> Answers:
     answers = asyncio.run(run(server, bodies))
     assert answers["stop string"].choices[0].finish == "stop"
     assert answers["ends by itself"].choices[0].finish == "stop"
-    assert len(answers["greedy"].choices[0].tokens) == TOKENS
+    assert len(answers["greedy"].choices[0].ids) == TOKENS
     return answers
 
 
@@ -102,33 +72,15 @@ def prompt_of(number: int) -> list[int]:
     return [10 + (3 * number + k) % 200 for k in range(5 + number)]
 
 
-Disturb = Callable[[dict[str, Answer]], Awaitable[None]]
+async def run(server: Served, bodies: Bodies, disturb: Disturb | None = None) -> Answers:
+    """All requests beside each other, each with a prompt of its own."""
+    prompts = ({"prompt": prompt_of(number)} for number in range(len(bodies)))
+    asked = dict(zip(bodies, map(operator.or_, prompts, bodies.values()), strict=True))
+    return await run_all(server.port, asked, disturb, patience=PATIENCE)
 
 
-async def run(
-    server: Served, bodies: dict[str, dict[str, Any]], disturb: Disturb | None = None
-) -> dict[str, Answer]:
-    """All requests beside each other; `disturb` sees the answers grow."""
-    answers = {name: Answer() for name in bodies}
-
-    async def one(number: int, name: str) -> None:
-        body = {"prompt": prompt_of(number)} | bodies[name]
-        reply = await wire.ask(server.port, "/v1/completions", body)
-        assert reply.status == 200, await reply.body()
-        if bodies[name].get("stream"):
-            async for event in reply.events():
-                answers[name].take(event)
-        else:
-            answers[name].take(await reply.json())
-        answers[name].done = True
-        await reply.leave()
-
-    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
-        for pair in enumerate(bodies):
-            group.create_task(one(*pair))
-        if disturb is not None:
-            await disturb(answers)
-    return answers
+def same(found: Answers, wanted: Answers) -> None:
+    assert differences(found, wanted) == {}
 
 
 async def engine(server: Served, after: psutil.Process | None = None) -> psutil.Process:
@@ -142,7 +94,7 @@ async def engine(server: Served, after: psutil.Process | None = None) -> psutil.
             await asyncio.sleep(0.01)
 
 
-async def grown(answers: dict[str, Answer], by: int) -> None:
+async def grown(answers: Answers, by: int) -> None:
     """Until every stream has got this many characters more, or has ended."""
     before = {name: answer.length for name, answer in answers.items()}
     while not all(
@@ -157,27 +109,8 @@ async def health(server: Served) -> dict[str, Any]:
     return dict(json.loads(body))
 
 
-def same(found: dict[str, Answer], wanted: dict[str, Answer]) -> None:
-    for name, answer in found.items():
-        want = wanted[name]
-        assert answer.usage == want.usage, name
-        assert answer.choices.keys() == want.choices.keys(), name
-        for index, choice in answer.choices.items():
-            other = want.choices[index]
-            assert choice.text == other.text, (name, index)
-            assert choice.tokens == other.tokens, (name, index)
-            assert choice.finish == other.finish, (name, index)
-            assert choice.top == other.top, (name, index)
-            assert choice.logprobs == pytest.approx(other.logprobs, abs=1e-3), (name, index)
-
-
-Bodies = dict[str, dict[str, Any]]
-
-
-async def test_killed_in_the_middle(
-    server: Served, bodies: Bodies, undisturbed: dict[str, Answer]
-) -> None:
-    async def kill(answers: dict[str, Answer]) -> None:
+async def test_killed_in_the_middle(server: Served, bodies: Bodies, undisturbed: Answers) -> None:
+    async def kill(answers: Answers) -> None:
         await grown(answers, 30)
         (await engine(server)).kill()
 
@@ -187,8 +120,8 @@ async def test_killed_in_the_middle(
     assert b"engine_restarts_total{" in text
 
 
-async def test_killed_twice(server: Served, bodies: Bodies, undisturbed: dict[str, Answer]) -> None:
-    async def kill(answers: dict[str, Answer]) -> None:
+async def test_killed_twice(server: Served, bodies: Bodies, undisturbed: Answers) -> None:
+    async def kill(answers: Answers) -> None:
         await grown(answers, 30)
         first = await engine(server)
         first.kill()
@@ -201,9 +134,9 @@ async def test_killed_twice(server: Served, bodies: Bodies, undisturbed: dict[st
 
 
 async def test_killed_and_killed_again_while_loading(
-    server: Served, bodies: Bodies, undisturbed: dict[str, Answer]
+    server: Served, bodies: Bodies, undisturbed: Answers
 ) -> None:
-    async def kill(answers: dict[str, Answer]) -> None:
+    async def kill(answers: Answers) -> None:
         await grown(answers, 30)
         first = await engine(server)
         first.kill()
@@ -229,6 +162,6 @@ async def test_clients_that_leave_during_a_restart(server: Served, bodies: Bodie
     for number, reply in enumerate(replies):
         await reply.leave(reset=number == 1)
     short = {"late": BODIES["greedy"] | {"max_tokens": 20}}  # taken while there is no engine
-    assert len((await run(server, short))["late"].choices[0].tokens) == 20
+    assert len((await run(server, short))["late"].choices[0].ids) == 20
     await asyncio.to_thread(server.wait, is_idle, "idle")
     assert server.stats()["scheduler"]["prompt_tokens"] == len(prompt_of(0))

@@ -3,7 +3,9 @@
 Run as `python fake_engine.py FOLDER`. Each life adds one line to FOLDER/lives: the ids it was
 given, with the number of tokens they had. What a request makes of the engine stands in its
 prompt: (kind, at): before output `at` the engine dies, stalls, or merely goes on. A file
-FOLDER/fail ends every later life while it loads, FOLDER/crash by a signal.
+FOLDER/fail ends every later life while it loads, FOLDER/crash by a signal. FOLDER/mute holds the
+numbers of the lives that fall silent while they load, FOLDER/slow for how many seconds all others
+report progress before they are ready.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ from moestro.engine.messages import (
     Stats,
     Stop,
     ToEngine,
+    Tune,
+    Tuned,
 )
 from moestro.stats import EngineStats, SchedulerStats
 from moestro.types import Finish, Request, TokenEvent
 
 FINE, POISON, SLEEPY, LAST_WORD = range(1, 5)
 STEP = 0.004  # seconds
+DEADLY = 66  # seats
 INFO = EngineInfo(
     max_model_len=4096,
     vocab_size=5000,
@@ -62,9 +67,16 @@ class Fake:
 
     def load(self) -> None:
         lives = self.folder / "lives"
-        number = len(lives.read_text().splitlines()) if lives.exists() else 0
+        number = lives.read_text().count("\n") if lives.exists() else 0
         self.note("")
         self.send(Progress("weights", 1, 2))
+        mute, slow = self.folder / "mute", self.folder / "slow"
+        if mute.exists() and str(number) in mute.read_text().split():
+            time.sleep(600)
+        end = time.monotonic() + (float(slow.read_text()) if slow.exists() else 0)
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            self.send(Progress("experts", 1, 2))
         if number and (self.folder / "fail").exists():
             self.send(Failed("OutOfMemory", "the weights do not fit any more"))
             time.sleep(0.05)
@@ -97,6 +109,12 @@ class Fake:
             case AskStats(number):
                 running = SchedulerStats(running=len(self.live))
                 self.send(Stats(number, EngineStats(scheduler=running)))
+            case Tune(number, tuning):
+                self.note(f"seats={tuning.max_num_seqs} ")
+                odd = "odd seats" if tuning.max_num_seqs % 2 else None
+                if tuning.max_num_seqs == DEADLY:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.send(Tuned(number, odd))
             case Stop():
                 sys.exit(0)
 

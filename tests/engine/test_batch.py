@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moestro.engine.batch import DecodeBuilder
+from moestro.engine.rotary import Rotary
 from moestro.scheduler.plan import DecodePlan, DecodeRow
 
 SIZE, LAYERS = 4, 3
@@ -28,7 +29,7 @@ def plan(positions: list[int]) -> DecodePlan:
 def test_groups_cover_each_row_once_and_see_its_tokens_only(
     positions: list[int], groups: int, window: int | None
 ) -> None:
-    builder = DecodeBuilder(SIZE, LAYERS, torch.ones(4), window, paged=False)
+    builder = DecodeBuilder(SIZE, LAYERS, Rotary(torch.ones(4)), window, paged=False)
     step = builder.build(plan(positions))
     assert len(step.groups) == groups
     seen: list[int] = []
@@ -49,7 +50,7 @@ def test_groups_cover_each_row_once_and_see_its_tokens_only(
 
 
 def test_a_table_that_grew_is_not_remembered_as_it_was() -> None:
-    builder = DecodeBuilder(SIZE, LAYERS, torch.ones(4), None, paged=False)
+    builder = DecodeBuilder(SIZE, LAYERS, Rotary(torch.ones(4)), None, paged=False)
     builder.build(plan([3]))
     grown = builder.build(plan([4]))
     assert grown.groups[0].table.tolist() == [[0, LAYERS]]
@@ -61,7 +62,8 @@ def test_a_table_that_grew_is_not_remembered_as_it_was() -> None:
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_paged_step_names_blocks_and_first_and_last_position(window: int | None) -> None:
     positions = [3, 2900, 0]
-    step = DecodeBuilder(SIZE, LAYERS, torch.ones(4), window, paged=True).build(plan(positions))
+    builder = DecodeBuilder(SIZE, LAYERS, Rotary(torch.ones(4)), window, paged=True)
+    step = builder.build(plan(positions))
     assert step.paged is not None
     assert not step.groups
     assert step.paged.last.tolist() == positions

@@ -41,7 +41,7 @@ def edit(model: Path, **changes: Any) -> None:
         ({"model_type": "deepseek_v3"}, "qwen3_moe"),
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "not served"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "axial"),
         ({"rope_scaling": {"rope_type": "default", "odd_factor": 4.0}}, "odd_factor"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "several values"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

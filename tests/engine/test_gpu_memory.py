@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_peers import model
+from benchmarks.gpu_shapes import SHAPES
 from moestro.config import Config
 from moestro.engine.gpu.memory import OUTSIDE, gpu_workspace_bytes, plan_gpu_memory
 from moestro.engine.memory import MemoryPlan
@@ -23,7 +23,7 @@ EVERY = 48 * 128
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     """Qwen3-30B-A3B, of which only the config exists."""
-    return load_spec(model(tmp_path_factory.mktemp("shape"), 48, 151_936))
+    return load_spec(SHAPES["qwen3"].write_config(tmp_path_factory.mktemp("shape")))
 
 
 def plan(spec: ModelSpec, free: int, host: int = 100 * GIB, **settings: Any) -> MemoryPlan:

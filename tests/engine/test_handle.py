@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from moestro.config import Config
+from moestro.engine import link
 from moestro.engine.handle import EngineHandle
 from moestro.engine.restarts import Restarts
 from moestro.errors import EngineDead, OutOfMemory, QueueFull, Unavailable
@@ -24,15 +26,20 @@ from tests.engine.fake_engine import FINE, LAST_WORD, POISON, SLEEPY
 PATIENCE = 20.0
 
 
-@asynccontextmanager
-async def handle(folder: Path, most: int = 3, **settings: Any) -> AsyncIterator[EngineHandle]:
-    """A handle with a fake engine that is ready."""
-    engine = EngineHandle(
+def fake(folder: Path, most: int = 3, **settings: Any) -> EngineHandle:
+    """A handle whose engines are fake ones."""
+    return EngineHandle(
         Config.model_validate(settings),
         Path("."),
         restarts=Restarts(most, delays=(0.0,)),
         command=(sys.executable, str(Path(fake_engine.__file__)), str(folder)),
     )
+
+
+@asynccontextmanager
+async def handle(folder: Path, most: int = 3, **settings: Any) -> AsyncIterator[EngineHandle]:
+    """A handle with a fake engine that is ready."""
+    engine = fake(folder, most, **settings)
     await engine.start()
     try:
         await until(lambda: engine.state == "ready")
@@ -153,6 +160,76 @@ async def test_a_stalled_engine_is_seen_and_replaced(tmp_path: Path) -> None:
         assert engine.error is None
 
 
+async def test_an_engine_that_hangs_while_it_loads_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mute").write_text("0")
+    (tmp_path / "slow").write_text("3")  # longer than it may be silent, but it reports
+    engine = fake(tmp_path, engine_load_timeout=2)
+    await engine.start()
+    try:
+        await until(lambda: engine.stalled)
+        assert (engine.state, engine.restarts) == ("loading", 0)
+        await until(lambda: engine.restarts == 1)
+        assert engine.state == "loading"  # it never served: requests are refused, not kept
+        assert "no sign of life for 2 s while it was loading" in (engine.error or "")
+        with pytest.raises(Unavailable, match="loading"):
+            engine.open([request("early")])
+        await until(lambda: engine.progress[0] == "experts")
+        assert not engine.stalled
+        await until(lambda: engine.state == "ready")
+        assert (engine.error, engine.restarts) == (None, 1)
+        reader = Reader(engine, request("a"))
+        await reader.done()
+        assert reader.tokens == counted(60)
+    finally:
+        await engine.aclose()
+
+
+async def test_streams_outlive_an_engine_that_hangs_while_it_loads(tmp_path: Path) -> None:
+    (tmp_path / "mute").write_text("1")
+    async with handle(tmp_path, engine_load_timeout=3) as engine:
+        reader = Reader(engine, request("a", 400))
+        await until(lambda: bool(reader.tokens))
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: engine.state == "restarting" and engine.stalled)
+        await reader.done()
+        assert (reader.tokens, engine.restarts) == (counted(400), 2)
+
+
+async def test_an_engine_that_always_hangs_ends_in_an_error(tmp_path: Path) -> None:
+    (tmp_path / "mute").write_text("0 1 2 3")
+    engine = fake(tmp_path, 2, engine_load_timeout=0.7)
+    await engine.start()
+    try:
+        await until(lambda: engine.state == "dead")
+        assert engine.restarts == 2
+        assert re.fullmatch(
+            r"the engine process gave no sign of life for 0\.7 s while it was loading \(.*\), "
+            r"and it was restarted 2 times without getting ready",
+            engine.error or "",
+        )
+        with pytest.raises(EngineDead):
+            engine.open([request("a")])
+    finally:
+        await engine.aclose()
+
+
+async def test_an_engine_that_cannot_be_killed_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "KILL_SECONDS", 0.2)
+    async with handle(tmp_path, engine_stall_timeout=0.5) as engine:
+        assert engine._link is not None
+        process = engine._link._process
+        kill = process.kill
+        monkeypatch.setattr(process, "kill", lambda: None)
+        reader = Reader(engine, request("a", 40, SLEEPY, 20))
+        await reader.done()
+        assert reader.tokens == counted(40)
+        kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("at", [0, 8])
 async def test_a_request_that_kills_engines_is_given_up_and_the_others_go_on(
     tmp_path: Path, at: int
@@ -171,12 +248,12 @@ async def test_a_request_that_kills_engines_is_given_up_and_the_others_go_on(
         assert engine.restarts <= 3
 
 
-async def test_alone_it_is_given_up_at_its_second_crash(tmp_path: Path) -> None:
+async def test_alone_it_is_given_up_at_its_third_crash(tmp_path: Path) -> None:
     async with handle(tmp_path) as engine:
         poison = Reader(engine, request("p", 50, POISON, 5))
         await poison.done()
         assert poison.finish is Finish.ERROR
-        assert lives(tmp_path)[:2] == ["p:0", "p:5"]
+        assert lives(tmp_path)[:3] == ["p:0", "p:5", "p:5"]
         after = Reader(engine, request("a"))
         await after.done()
         assert after.tokens == counted(60)

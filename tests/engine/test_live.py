@@ -127,6 +127,27 @@ def test_the_one_to_blame_is_found(poison: str, tries: list[str]) -> None:
     assert [one.request.id for one in roster] == [id for id in "abcd" if id != poison]
 
 
+def test_a_long_prompt_in_two_crashes_in_a_row_gets_another_try() -> None:
+    roster = Roster()
+    long, short = live("l", max_tokens=500), live("s", max_tokens=500)
+    roster.add(long)
+    roster.add(short)
+    for _ in range(2):
+        assert roster.due() == [long, short]
+        long.submit(0.0)
+        short.submit(0.0)
+        short.take(TokenEvent("s", (1,)), 0.0)
+        assert roster.crashed() == []
+    assert roster.due() == [short]
+    short.submit(0.0)
+    assert roster.due() == []
+    short.take(TokenEvent("s", (1,)), 0.0)
+    assert roster.due() == [long]  # alone: nobody else waits
+    long.submit(0.0)
+    assert roster.due() == []
+    assert roster.crashed() == [long]
+
+
 def test_who_only_lives_through_crashes_is_never_given_up() -> None:
     roster = Roster()
     one = live(max_tokens=500)
@@ -146,6 +167,18 @@ def test_restarts_are_bounded_within_a_window() -> None:
     assert restarts.next(600, ready=True) == 0.0
     assert restarts.total == 4
     assert Restarts(0).next(0.0, ready=True) is None
+
+
+def test_restarts_of_engines_that_never_get_ready_are_bounded_however_slow_they_are() -> None:
+    restarts = Restarts(2, window=600)
+    assert restarts.next(0, ready=False) is not None
+    assert restarts.next(1000, ready=False) is not None
+    assert restarts.next(2000, ready=False) is None
+    assert restarts.used_up == "it was restarted 2 times without getting ready"
+    once = Restarts(1)
+    assert once.next(0, ready=True) is not None
+    assert once.next(10, ready=True) is None
+    assert once.used_up == "it was restarted once within 10 minutes"
 
 
 def test_the_wait_grows_while_no_engine_gets_ready() -> None:

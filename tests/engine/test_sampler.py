@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moestro.engine.sampler import Sampler, draw, uniform
-from moestro.types import Request, SamplingParams
+from moestro.grammar.compiler import Compiler
+from moestro.grammar.vocabulary import Vocabulary
+from moestro.types import Grammar, Request, SamplingParams
+from tests.oracle import vocabulary
 
 VOCAB = 12
 PLAIN = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
@@ -56,6 +60,7 @@ def test_draw_equals_the_literal_reading(
 ) -> None:
     params = replace(PLAIN, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     rounded = torch.tensor(logits)
+    rounded -= rounded.max()  # as `draw` does: differences that this rounds away are ties
     neighbour = replace(PLAIN, top_k=2, top_p=0.5, min_p=0.2)
     got = draw(torch.stack([rounded, -rounded]), [params, neighbour], [number, 0.5])[0]
     nearby = {
@@ -134,6 +139,43 @@ def test_logprobs_are_of_the_raw_logits_whatever_was_edited() -> None:
     assert report.logprob == pytest.approx(float(expected[3]), abs=1e-6)
     assert [token for token, _ in report.top] == [1, 0]
     assert report.top[0][1] == pytest.approx(float(expected[1]), abs=1e-6)
+
+
+def test_masks_of_grammars(tmp_path: Path) -> None:
+    """Masked rows beside free ones: before every other edit, and blind to what is not allowed."""
+    text = vocabulary.build()
+    vocabulary.write(tmp_path, text, max_length=64)
+    size, a = len(text) + 13, text.id(b"a")
+    tokens = Vocabulary(tmp_path, size=size, eos_token_ids=(vocabulary.EOS,))
+    sampler, compiler = Sampler(size), Compiler(tokens)
+    greedy = replace(PLAIN, temperature=0.0, eos_token_ids=(vocabulary.EOS,))
+    biased = replace(greedy, logit_bias={a + 1: -50.0, 9: 100.0}, logprobs=1)
+    for id, params in {"free": greedy, "a": greedy, "b": biased, "hot": PLAIN}.items():
+        matcher = None if id == "free" else compiler.matcher(Grammar("regex", "[abc]{2}"))
+        sampler.add(Request(id, (0,), params), matcher)
+    rows = torch.zeros(4, size)
+    rows[:, -1] = 9.0  # an id that the tokenizer has not
+    rows[:, a + 1] = 1.0
+    ids = ["free", "a", "b", "hot"]
+    for index in range(3):
+        got = sampler.sample(ids, [index] * len(ids), rows[: len(ids)].clone())
+        assert {one.error for one in got} == {None}
+        assert got[0].token == size - 1
+        if index == 2:
+            assert [one.token for one in got[1:3]] == [vocabulary.EOS] * 2
+            continue
+        assert [one.token for one in got[1:3]] == [a + 1, a]
+        assert got[3].token in (a, a + 1, a + 2)
+        assert got[3].complete == (index == 1), "it has no EOS to say so"
+        ids = ids[:3] if got[3].complete else ids
+        report = got[2].logprobs
+        assert report is not None
+        assert report.top[0] == (size - 1, pytest.approx(float(torch.log_softmax(rows[2], -1)[-1])))
+
+
+def test_rounding_does_not_lead_behind_the_last_token() -> None:
+    logits = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]])
+    assert draw(logits, [PLAIN], [1.0]) == [1]
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:

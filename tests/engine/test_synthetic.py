@@ -14,6 +14,7 @@ from moestro.config import Config
 from moestro.engine import synthetic
 from moestro.engine.build import build_engine
 from moestro.engine.layers.moe import route, route_to
+from moestro.engine.models.router import BiasedTopK, Router, Scores, TopKSoftmax
 from moestro.engine.models.spec import MoESpec, RouterDtype
 from moestro.engine.sampler import Sampler
 from moestro.engine.scramble import ScramblingSampler
@@ -247,6 +248,22 @@ def test_given_experts_get_the_routers_own_weights(renormalize: bool, dtype: Rou
     if renormalize:
         wanted = wanted / wanted.sum(-1, keepdim=True)
     torch.testing.assert_close(other, wanted)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        TopKSoftmax(),
+        BiasedTopK(Scores.SIGMOID, groups=4, kept=2, scale=2.5, sum_add=1e-20),
+        BiasedTopK(Scores.SOFTMAX, sum_min=1e-12, wide=False),
+    ],
+    ids=str,
+)
+def test_given_experts_get_the_weights_of_other_routers_too(router: Router) -> None:
+    spec = MoESpec(8, 3, 16, True, RouterDtype.MODEL, router)
+    weight, x = torch.randn(8, 12), torch.randn(5, 12)
+    weights, ids = route(spec, weight, x, torch.randn(8))
+    torch.testing.assert_close(route_to(spec, weight, x, ids)[0], weights)
 
 
 def test_an_engine_obeys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
-"""Dense weights: read to a device tensor by tensor, or drawn there."""
+"""Dense weights: read to a device, or drawn there."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from moestro.engine import checkpoint as files
-from moestro.engine.checkpoint import Checkpoint, TensorRef
+from moestro.engine.checkpoint import Checkpoint
 from moestro.engine.models.registry import load_spec
+from moestro.engine.tensor_reader import TensorReader
 from moestro.engine.weights import DecoderWeights, LayerWeights, dummy_dense, load_dense
 from tests.oracle import tiny
 
@@ -30,24 +31,32 @@ def silent(done: int, total: int) -> None:
     pass
 
 
-def test_every_tensor_goes_to_the_device_as_it_is_read(
+def test_dense_tensors_are_read_to_the_device_and_no_experts(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = load_spec(model)
+    spec, found = load_spec(model), Checkpoint(model)
     read: list[str] = []
-    load = files.load_tensor
+    place = TensorReader._place
 
-    def spy(ref: TensorRef, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
-        tensor = load(ref, dtype, device)
-        assert tensor.device.type == "meta", "before the next is read"
-        read.append(ref.name)
-        return tensor
+    def spy(reader: TensorReader, piece: Any) -> None:
+        read.append(piece.piece.ref.name)
+        place(reader, piece)
 
-    monkeypatch.setattr("moestro.engine.weights.load_tensor", spy)
-    weights = load_dense(Checkpoint(model), spec, torch.bfloat16, silent, device="meta")
+    monkeypatch.setattr(TensorReader, "_place", spy)
+    weights = load_dense(found, spec, torch.bfloat16, silent, device="meta")
     assert {t.device.type for t in tensors(weights)} == {"meta"}
     assert {t.dtype for t in tensors(weights)} == {torch.bfloat16}
-    assert not [name for name in read if ".experts." in name]
+    assert sorted(read) == sorted(name for name in found.tensors if ".experts." not in name)
+
+
+def test_progress_counts_every_byte_once(model: Path) -> None:
+    found = Checkpoint(model)
+    seen: list[tuple[int, int]] = []
+    load_dense(found, load_spec(model), torch.float32, lambda *now: seen.append(now))
+    total = sum(ref.nbytes for name, ref in found.tensors.items() if ".experts." not in name)
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert {of for _, of in seen} == {total}
 
 
 def test_the_cpu_is_the_default(model: Path) -> None:

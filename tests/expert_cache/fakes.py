@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 import torch
 
+from moestro.expert_cache.arena import HostArena
 from moestro.expert_cache.cache import ExpertCache
+from moestro.expert_cache.fetch import Fetch
 from moestro.expert_cache.layout import ExpertLayout, gated_layout
 from moestro.expert_cache.policies import make_policy
 from moestro.expert_cache.policy import Policy
@@ -42,6 +44,49 @@ class FakeStore:
         blob[:64] = layer * 1000 + expert
         blob[64:96] = -(layer * 1000 + expert) - 0.5
         return len(out)
+
+
+class HeldFetcher:
+    """A fetcher without threads: its reads end when a test says so, in any order."""
+
+    def __init__(self, store: FakeStore, arena: HostArena) -> None:
+        self.store = store
+        self.arena = arena
+        self.reading: list[Fetch] = []
+        self._done: deque[Fetch] = deque()
+
+    @property
+    def ended(self) -> int:
+        return len(self._done)
+
+    def submit(self, fetch: Fetch) -> None:
+        assert fetch.key not in [other.key for other in self.reading], "it is being read already"
+        # What is read now is garbage until the end.
+        self.arena.blob(fetch.entry)[:] = 0xEE
+        self.reading.append(fetch)
+
+    def finish(self, index: int = 0, *, works: bool = True) -> None:
+        if not self.reading:
+            return
+        fetch = self.reading.pop(index % len(self.reading))
+        if works:
+            blob = self.arena.blob(fetch.entry)
+            fetch.disk_bytes = self.store.read(fetch.layer, fetch.expert, blob.data)
+        else:
+            fetch.error = OSError("bad sector")
+        self._done.append(fetch)
+
+    def arrived(self) -> Fetch | None:
+        return self._done.popleft() if self._done else None
+
+    def wait(self) -> Fetch:
+        if not self._done:
+            self.finish()
+        return self._done.popleft()
+
+    def close(self) -> None:
+        while self.reading:
+            self.finish()
 
 
 def holds(cache: ExpertCache, slot: int, layer: int, expert: int) -> bool:

@@ -117,3 +117,19 @@ def test_the_collection_survives_a_restart(tmp_path: Path) -> None:
     assert policy._kept == 2, "the first `capacity` of three"
     run(policy, "now", 3, 0, 3, layers=1)
     assert sorted(leaves_first(policy, 1, *range(EXPERTS))[-2:]) == [2, 3]
+
+
+def test_at_the_start_all_of_the_recorded_past_predicts(tmp_path: Path) -> None:
+    before = ActivationAware(LAYERS, EXPERTS)
+    for number in range(3):
+        run(before, f"often {number}", 4, 5)
+        before.finish(f"often {number}")
+    run(before, "once", 1)
+    before.finish("once")
+    before.save(tmp_path / "state")
+    policy = ActivationAware(LAYERS, EXPERTS)
+    policy.load(tmp_path / "state")
+    first = EVERY[policy.rank(EVERY, 0)][::-1].tolist()  # the most worth having first
+    assert set(first[:2]) == {4, 5}, "of the first layer, both used three times"
+    assert first.index(1) < first.index(0)
+    assert first.index(EXPERTS + 4) < first.index(EXPERTS + 1) < first.index(EXPERTS)

@@ -306,7 +306,7 @@ def test_one_lease_at_a_time() -> None:
     with cache.acquire(0, counts_of([0], EXPERTS)):
         for wrong in (
             lambda: cache.acquire(0, counts_of([1], EXPERTS)),
-            lambda: cache.warm([1]),
+            lambda: cache.fill(beside_work=True),
             cache.check,
             cache.close,
         ):
@@ -349,92 +349,14 @@ def test_a_disk_that_hangs_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatc
     cache.close()
 
 
-def test_warming_fills_slots_then_the_arena_in_order() -> None:
-    store = FakeStore()
-    cache = small_cache(store, slots=2 + 3, staging=2, host=4, workers=3)
-    seen: list[tuple[int, int]] = []
-    order = [7, 3, 3, 11, 0, 1, 2, 4, 5]
-    cache.warm(order, lambda done, total: seen.append((done, total)))
-    assert set(store.reads.values()) == {1}
-    cache.check(verify_bytes=True)
-    assert sorted(np.flatnonzero(cache._table.slot_of >= 0)) == [3, 7, 11]
-    assert sorted(cache._arena.table.keys()) == [0, 1, 2, 4]
-    assert seen == [(done, 7) for done in range(1, 8)]
-    before = dict(store.reads)
-    cache.warm(order)
-    assert dict(store.reads) == before, "a second warming finds everything there"
-    assert cache.stats().misses == 0
-    use(cache, 1, [1, 5])
-    use(cache, 0, [0, 1, 2, 3, 4])
-    assert dict(store.reads) == before
-    cache.close()
-
-
-@given(
-    order=st.lists(st.integers(0, 11), max_size=14),
-    before=st.lists(st.sets(st.integers(0, 5)), max_size=4),
-    kind=st.sampled_from(["decode", "sweep"]),  # a sweep leaves slots free
-    cache_slots=st.integers(0, 6),
-    host=st.integers(2, 8),
-)
-@settings(max_examples=80, deadline=None)
-def test_warming_never_gives_up_what_is_there(
-    order: list[int], before: list[set[int]], kind: Any, cache_slots: int, host: int
-) -> None:
-    cache = small_cache(slots=2 + cache_slots, staging=2, host=host)
-    for experts in before:
-        cache.begin_pass(kind)
-        use(cache, 0, sorted(experts))
-    seated = set(np.flatnonzero(cache._table.slot_of >= 0).tolist())
-    held = seated | set(cache._arena.table.keys())
-    seen = [(0, 0)]
-    cache.warm(order, lambda done, total: seen.append((done, total)))
-    cache.check(verify_bytes=True)
-    assert [done for done, _ in seen] == list(range(len(seen)))
-    assert seen[-1][0] == seen[-1][1]
-    now = set(np.flatnonzero(cache._table.slot_of >= 0).tolist())
-    after = now | set(cache._arena.table.keys())
-    assert seated <= now
-    assert held <= after or kind == "sweep"  # only there can slots be free and the arena full
-    room = cache_slots + host
-    assert set(order) <= after or len(after) == room
-    cache.close()
-
-
-def test_warming_moves_what_the_arena_has_and_uses_the_room() -> None:
-    store = FakeStore()
-    cache = small_cache(store, slots=2 + 4, staging=2, host=2)
-    cache.begin_pass("sweep")
-    use(cache, 0, [0, 1, 2, 2, 3, 3])  # a layer's share is 2: two stay in the arena only
-    seen: list[tuple[int, int]] = []
-    cache.warm([0, 1, 4, 5], lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert np.flatnonzero(cache._table.slot_of >= 0).tolist() == [0, 1, 2, 3]
-    assert sorted(cache._arena.table.keys()) == [4, 5]
-    cache.check(verify_bytes=True)
-    cache.close()
-
-
-def test_warming_that_fails_says_so_and_can_be_repeated() -> None:
-    store = FakeStore()
-    store.broken[0, 2] = OSError("bad sector")
-    cache = small_cache(store, slots=2 + 4, staging=2, host=4)
-    with pytest.raises(StepFailed, match="expert 2 of MoE layer 0"):
-        cache.warm(range(12))
-    cache.check(verify_bytes=True)
-    store.broken.clear()
-    cache.warm(range(12))
-    cache.check(verify_bytes=True)
-    assert cache.stats().slots.resident == 4
-    cache.close()
-
-
-def test_preferred_order_warms_what_was_used_before() -> None:
+def test_what_was_used_before_comes_first() -> None:
     policy = make_policy("lru", LAYERS, EXPERTS)
-    cache = small_cache(slots=2 + 1, staging=2, policy=policy)
-    use(cache, 1, [4])
-    assert cache.preferred_order()[0] == EXPERTS + 4
-    assert sorted(cache.preferred_order()) == list(range(LAYERS * EXPERTS))
+    store = FakeStore()
+    cache = small_cache(store, slots=2 + 1, staging=2, host=2, policy=policy)
+    policy.touch(1, np.array([4]), np.array([1]), None, 1)
+    cache.start_fill()
+    cache.finish_fill()
+    assert np.flatnonzero(cache._table.slot_of >= 0).tolist() == [EXPERTS + 4]
     cache.close()
 
 
@@ -599,7 +521,8 @@ def test_nothing_grows_with_use() -> None:
 
 def test_a_hit_costs_microseconds() -> None:
     cache = small_cache(experts=32, slots=66, staging=2)
-    cache.warm(range(64))
+    cache.start_fill(range(64))
+    cache.finish_fill()
     counts = counts_of([1, 5, 9, 30], 32)
 
     def once() -> None:

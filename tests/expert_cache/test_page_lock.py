@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from moestro.expert_cache import page_lock
 from moestro.expert_cache.arena import HostArena
+from moestro.expert_cache.direct import aligned
 from moestro.expert_cache.layout import gated_layout
-from moestro.expert_cache.page_lock import LockReport, PageLock, chunks, populate
+from moestro.expert_cache.page_lock import PageLock, advice, chunks, populate
 from tests.expert_cache.fakes import LAYOUT
 
 
@@ -42,53 +44,75 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 64 << 20))
 
 
+def memory(nbytes: int) -> Any:
+    return aligned(nbytes)
+
+
 def test_chunks_are_locked_in_order_and_given_back_in_reverse() -> None:
-    locker = FakeLocker()
-    lock = PageLock(4096, [100, 100, 50], locker)
-    assert lock.held
-    assert lock.report.note is None
-    assert lock.report.locked == lock.report.wanted == 250
+    locker, area = FakeLocker(), memory(20480)
+    lock = PageLock(area, [8192, 8192, 4096], locker)
+    for locked in (8192, 16384, 20480):
+        assert lock.more
+        assert lock.grow()
+        assert lock.locked == locked
+    assert not lock.more
+    assert lock.reason is None
     lock.close()
     lock.close()
-    assert not lock.held
-    assert [(name, at) for name, at, _ in locker.calls] == [
-        *(("lock", at) for at in (4096, 4196, 4296)),
-        *(("unlock", at) for at in (4296, 4196, 4096)),
+    assert lock.locked == 0
+    start = area.ctypes.data
+    assert [(name, at - start) for name, at, _ in locker.calls] == [
+        *(("lock", at) for at in (0, 8192, 16384)),
+        *(("unlock", at) for at in (16384, 8192, 0)),
     ]
 
 
-def test_a_refused_chunk_gives_the_earlier_ones_back(limits: None) -> None:
+def test_what_was_locked_before_a_refusal_stays() -> None:
     locker = FakeLocker(fails=2)
-    lock = PageLock(0, [3 << 30, 1 << 30, 4 << 30, 1 << 30], locker)
-    assert not lock.held
+    lock = PageLock(memory(4 * 4096), [4096] * 4, locker)
+    assert [lock.grow(), lock.grow(), lock.grow()] == [True, True, False]
+    assert not lock.more, "the next one would be refused as well"
+    assert (lock.locked, lock.reason) == (8192, "out of memory")
+    assert len(locker.locked) == 2
+    lock.close()
     assert locker.locked == {}
-    assert [name for name, _, _ in locker.calls] == ["lock"] * 3 + ["unlock"] * 2
-    report = lock.report
-    assert (report.wanted, report.locked, report.reason) == (9 << 30, 4 << 30, "out of memory")
-    assert (report.soft, report.hard) == (8 << 20, 64 << 20)
-    note = report.note or ""
+
+
+def test_an_exception_leaves_the_books_right() -> None:
+    locker = FakeLocker(fails=1, error=RuntimeError("no device"))
+    lock = PageLock(memory(8192), [4096, 4096], locker)
+    lock.grow()
+    with pytest.raises(RuntimeError, match="no device"):
+        lock.grow()
+    assert lock.locked == 4096
+    lock.close()
+    assert locker.locked == {}
+
+
+def test_people_are_told_the_limit_what_is_needed_and_how_to_raise_it(limits: None) -> None:
+    text = advice(4 << 30, 9 << 30, "out of memory", 64 << 20)
     for words in (
-        "4.0 GiB of 9.0 GiB could be locked (out of memory)",
+        "4.0 GiB of the 9.0 GiB",
+        "(out of memory)",
+        "a locked ring of 64.0 MiB",
+        "computed as a sweep",
         "8.0 MiB (hard: 64.0 MiB)",
-        "ulimit -l",
+        "needed are 9.0 GiB",
+        f"ulimit -l {9 << 20}`",
         "LimitMEMLOCK=infinity",
         "--ulimit memlock=-1",
     ):
-        assert words in note
+        assert words in text
+    assert "pageable copies" in advice(0, 9 << 30, "out of memory", 0)
 
 
-def test_an_exception_gives_the_earlier_chunks_back() -> None:
-    locker = FakeLocker(fails=1, error=RuntimeError("no device"))
-    with pytest.raises(RuntimeError, match="no device"):
-        PageLock(0, [10, 10], locker)
-    assert locker.locked == {}
-
-
-def test_without_a_limit_memory_itself_is_short() -> None:
-    note = LockReport(2 << 30, 1 << 30, "out of memory", None, None).note or ""
-    assert "is unlimited" in note
-    assert "--host-memory" in note
-    assert "ulimit -l" not in note
+def test_without_a_limit_memory_itself_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    infinity = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (infinity, infinity))
+    text = advice(1 << 30, 2 << 30, "out of memory", 0)
+    assert "is unlimited" in text
+    assert "--host-memory" in text
+    assert "ulimit -l" not in text
 
 
 @pytest.mark.parametrize("blob", [256, 3072, 4096 * 2304, 4096 * 2304 + 256])
@@ -105,43 +129,6 @@ def test_chunks_end_at_pages_and_at_ends_of_blobs(
     assert all(size <= max(64 << 20, unit) for size in sizes)
 
 
-def test_an_arena_is_brought_in_before_it_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_lock, "CHUNK", 2 * LAYOUT.nbytes)
-    locker = FakeLocker()
-    order: list[str] = []
-    monkeypatch.setattr("moestro.expert_cache.arena.populate", lambda memory: order.append("in"))
-    monkeypatch.setattr(locker, "unlock", lambda address: order.append("out"))
-    arena = HostArena(LAYOUT, 40, pinned=True, locker=locker)
-    assert order == ["in"]
-    assert arena.pinned
-    assert arena.lock_report is not None
-    assert arena.lock_report.locked == arena.nbytes
-    assert len(locker.locked) > 1
-    assert min(locker.locked) == arena.address(0)
-    assert sum(locker.locked.values()) == arena.nbytes
-    arena.close()
-    arena.close()
-    assert not arena.pinned
-    assert len(order) == 1 + len(locker.locked)
-
-
-def test_an_arena_that_cannot_be_locked_serves_unpinned(limits: None) -> None:
-    arena = HostArena(LAYOUT, 3, pinned=True, locker=FakeLocker(fails=0))
-    assert not arena.pinned
-    assert arena.lock_report is not None
-    assert "0.0 MiB of 0.0 MiB" in (arena.lock_report.note or "")
-    arena.blob(2)[:] = 7
-    assert int(arena.blob(2)[-1]) == 7
-    arena.close()
-
-
-def test_an_arena_is_not_locked_unless_asked() -> None:
-    arena = HostArena(LAYOUT, 2)
-    assert not arena.pinned
-    assert arena.lock_report is None
-    arena.close()
-
-
 def test_addresses_are_those_of_the_blobs() -> None:
     arena = HostArena(LAYOUT, 3)
     assert [arena.address(n) for n in range(3)] == [arena.blob(n).ctypes.data for n in range(3)]
@@ -149,17 +136,15 @@ def test_addresses_are_those_of_the_blobs() -> None:
         arena.address(3)
 
 
-@pytest.mark.parametrize("supported", [True, False])
-def test_populating_brings_every_page_in(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not supported:
-        monkeypatch.setattr(page_lock, "_populate_write", lambda piece: False)
+def test_populating_brings_every_page_in_and_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_lock, "PIECE", 1 << 20)
     arena = HostArena(gated_layout(512, 512, "float32"), 4)  # 12 MiB
-    memory = arena._blobs.reshape(-1)
-    assert resident(memory) == 0
-    populate(memory)
-    assert resident(memory) == len(memory) // 4096
-    assert not memory.any()
+    assert resident(arena.memory) == 0
+    arena.blob(2)[:] = 7
+    populate(arena.memory)
+    assert resident(arena.memory) == len(arena.memory) // 4096
+    assert (arena.blob(2) == 7).all()
+    assert not arena.blob(1).any()
 
 
 def resident(memory: np.ndarray) -> int:
@@ -173,8 +158,11 @@ def resident(memory: np.ndarray) -> int:
 @pytest.mark.gpu
 def test_cuda_locks_and_copies_from_every_blob() -> None:
     layout = gated_layout(2048, 768, "bfloat16")  # 9 MiB
-    arena = HostArena(layout, 300, pinned=True)
-    assert arena.pinned, arena.lock_report
+    arena = HostArena(layout, 300)
+    lock = PageLock(arena.memory, chunks(arena.nbytes, layout.nbytes), page_lock.CudaLocker())
+    while lock.more:
+        assert lock.grow(), lock.reason
+    assert lock.locked == arena.nbytes
     device = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
     for entry in range(0, 300, 7):
         arena.blob(entry)[:] = entry % 251
@@ -183,15 +171,17 @@ def test_cuda_locks_and_copies_from_every_blob() -> None:
         device.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
         assert bool((device == entry % 251).all())
-    arena.close()
+    lock.close()
     assert not torch.from_numpy(arena.blob(0)).is_pinned()
 
 
 @pytest.mark.gpu
 def test_a_refusal_of_cuda_leaves_no_error_behind() -> None:
-    arena = HostArena(LAYOUT, 2, pinned=True)
-    again = PageLock(arena.address(0), [arena.nbytes], page_lock.CudaLocker())
-    assert not again.held
-    assert again.report.reason
+    arena = HostArena(LAYOUT, 8)
+    lock = page_lock.lock_whole(arena.memory, page_lock.CudaLocker())
+    again = page_lock.lock_whole(arena.memory, page_lock.CudaLocker())
+    assert lock.locked
+    assert not again.locked
+    assert again.reason
     assert float(torch.ones(4, device="cuda").sum()) == 4.0
-    arena.close()
+    lock.close()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
+from moestro.expert_cache.arena_table import ArenaTable
 from moestro.expert_cache.policies import POLICIES, make_policy
 from moestro.expert_cache.residency import STAGE, Kind, Residency
 
@@ -204,16 +205,61 @@ def test_a_refused_newcomer_leaves_the_victim_to_the_next() -> None:
     assert [(place.expert, place.slot) for place in placed] == [(3, STAGE), (4, 0)]
 
 
-def test_preferred_order_has_the_best_first_and_else_takes_turns() -> None:
+def test_without_a_record_every_layer_gets_its_share_and_they_come_by_layer() -> None:
     residency = make("lru", 4)
-    fresh = residency.preferred().tolist()
-    assert sorted(fresh) == list(range(LAYERS * EXPERTS))
-    assert [key // EXPERTS for key in fresh[:LAYERS]] == list(range(LAYERS))
+    assert LAYERS <= 4
+    order = residency.fill_order(host=2 * LAYERS)
+    assert sorted(order) == list(range(LAYERS * EXPERTS))
+    slots, arena = order[:4], order[4 : 4 + 2 * LAYERS]
+    assert slots == sorted(slots)
+    assert arena == sorted(arena)
+    for part in (slots, arena):
+        shares = np.bincount([key // EXPERTS for key in part], minlength=LAYERS)
+        assert shares.max() - shares.min() <= 1
+
+
+def test_what_was_used_comes_before_what_was_not() -> None:
+    residency = make("lru", 4)
     residency.begin_pass()
     serve(residency, 2, [5])
-    assert residency.preferred()[0] == 2 * EXPERTS + 5
+    residency.begin_pass()
+    serve(residency, 0, [3])
+    assert residency.fill_order(host=2)[:2] == [3, 2 * EXPERTS + 5]
 
 
 def test_nothing_to_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 layers"):
         Residency(0, 4, 2, 0, make_policy("lru", 1, 4))
+
+
+@pytest.mark.parametrize("kept", [4, 8])
+def test_what_is_used_ends_up_in_host_memory(kept: int) -> None:
+    """Half of the experts are used; host memory holds as many, but was filled with others too. They
+    all come in for good: also copies of what sits in slots, since slots change hands."""
+    layers, experts, used = 4, 32, 16
+    residency = Residency(layers, experts, kept * layers, 0, make_policy("lru_frequency", 4, 32))
+    arena = ArenaTable(used * layers, residency.loss)
+    for key in range(0, layers * experts, 2):  # half of these are never used
+        arena.lease(key)
+        arena.release(key, filled=True)
+    draw = np.random.default_rng(1)
+    reads: list[int] = []
+    for _ in range(400):
+        residency.begin_pass()
+        reads.append(0)
+        for layer in range(layers):
+            counts = np.zeros(experts, np.int64)
+            counts[draw.choice(used, 10, replace=False)] = 1
+            wanted, slots = residency.want(layer, counts, None)
+            for place in residency.place(layer, wanted[slots < 0], counts):
+                claim = arena.lease(place.key)
+                assert claim is not None
+                reads[-1] += not claim.filled
+                arena.release(place.key, filled=True)
+                if place.evicted >= 0:
+                    arena.shadow(place.evicted, False)
+                if place.slot != STAGE:
+                    residency.table.bind(place.slot, place.key)
+                    arena.shadow(place.key, True)
+    assert sum(reads[:100]) > 0
+    assert sum(reads[300:]) <= 2  # 14 to 52 when copies of what is in slots go first

@@ -190,3 +190,32 @@ def test_dummy_weights_are_random_and_repeat(dtype: str) -> None:
         assert not torch.equal(base, blob(*other))
     assert abs(base.mean()) < 0.002
     assert abs(base.std() - 0.02) < 0.002
+
+
+@pytest.mark.parametrize("found", DTYPES)
+@pytest.mark.parametrize("wanted", DTYPES)
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_matrix_that_lies_transposed(
+    tmp_path: Path, found: str, wanted: str, direct: bool
+) -> None:
+    checkpoint = Checkpoint(tmp_path, found)
+    gate_up, down = checkpoint.truth[0, 1]
+    path = tmp_path / "stacked.safetensors"
+    save_file({"gate_up": gate_up, "down": down.t().contiguous()}, path)
+    at = offsets(path)
+    extents = tuple(
+        Extent(str(path), at[n][0], at[n][1] - at[n][0], found, n, 0, rows, transposed=n == "down")
+        for n, rows in (("gate_up", 2 * INTER), ("down", HIDDEN))
+    )
+    layout = gated_layout(HIDDEN, INTER, wanted)
+    store = SafetensorsStore(layout, [ExpertSource(0, 0, extents)], direct=direct)
+    try:
+        blob = bytearray(layout.nbytes)
+        store.read(0, 0, memoryview(blob))
+    finally:
+        store.close()
+    for part, truth in zip(layout.parts, (gate_up, down), strict=True):
+        size = truth.numel() * DTYPE_BYTES[wanted]
+        raw = bytearray(blob[part.offset : part.offset + size])
+        read = torch.frombuffer(raw, dtype=getattr(torch, wanted)).view(part.shape)
+        assert torch.equal(read, truth.to(getattr(torch, wanted)))

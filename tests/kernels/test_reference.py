@@ -59,6 +59,53 @@ def test_softmax_topk(draw: torch.Generator, renormalize: bool) -> None:
         torch.testing.assert_close(weights[row], expected)
 
 
+def test_topk_softmax(draw: torch.Generator) -> None:
+    logits = torch.randn(6, 8, generator=draw)
+    weights, ids = ops.topk_softmax(logits, 3, torch.float32)
+    for row in range(6):
+        best = sorted(range(8), key=lambda e: -float(logits[row, e]))[:3]
+        assert ids[row].tolist() == best
+        powers = torch.exp(logits[row, best])
+        torch.testing.assert_close(weights[row], powers / powers.sum())
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (2, 1)])
+def test_biased_topk(draw: torch.Generator, groups: int, kept: int) -> None:
+    scores, bias = torch.rand(20, 8, generator=draw), torch.randn(8, generator=draw)
+    ids = ops.biased_topk(scores, bias, 3, groups, kept)
+    size, narrowed = 8 // groups, 0
+    for row in range(20):
+        choice = (scores[row] + bias).tolist()
+        parts = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
+        by_two = [sum(sorted((choice[e] for e in part), reverse=True)[:2]) for part in parts]
+        good = sorted(range(groups), key=lambda g: -by_two[g])[:kept]
+        allowed = [e for g in good for e in parts[g]]
+        assert ids[row].tolist() == sorted(allowed, key=lambda e: -choice[e])[:3]
+        narrowed += ids[row].tolist() != sorted(range(8), key=lambda e: -choice[e])[:3]
+    assert (narrowed > 0) == (groups > 1)
+
+
+def test_sparse_mixer() -> None:
+    # Near 2.0 within a fifth of it: 1.7. Near 1.7, when 2.0 is out: 1.5 and 1.4.
+    logits = torch.tensor([[1.4, 2.0, -3.0, 1.7, 1.5]])
+    weights, ids = ops.sparse_mixer(logits, 0.1, torch.float32)
+    assert ids.tolist() == [[1, 3]]
+    first = 1 / (1 + math.exp(-0.3))
+    second = 1 / (1 + math.exp(-0.2) + math.exp(-0.3))
+    torch.testing.assert_close(weights, torch.tensor([[first, second]]))
+    alone, _ = ops.sparse_mixer(logits, 0.01, torch.float32)
+    assert alone.tolist() == [[1.0, 1.0]]
+
+
+def test_rope_of_some_dimensions_leaves_the_others(draw: torch.Generator) -> None:
+    x = torch.randn(3, 2, 10, generator=draw)
+    tables = ops.rope_tables(torch.tensor([0, 2, 9]), torch.tensor([1.0, 0.1, 0.01]), 1.5)
+    turned = ops.rope(x, *tables)
+    assert torch.equal(turned[..., 6:], x[..., 6:])
+    plain = ops.rope_tables(torch.tensor([0, 2, 9]), torch.tensor([1.0, 0.1, 0.01]))
+    torch.testing.assert_close(turned[..., :6], 1.5 * ops.rope(x[..., :6].contiguous(), *plain))
+
+
 def naive_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: list[int]
 ) -> torch.Tensor:

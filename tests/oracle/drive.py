@@ -33,12 +33,17 @@ class Output:
 
 
 @contextmanager
-def engine(checkpoint: Path, **settings: Any) -> Iterator[Engine]:
-    """An engine over `checkpoint` in float32. On leaving it must be idle and its books right."""
+def engine(checkpoint: Path, *, filled: bool = True, **settings: Any) -> Iterator[Engine]:
+    """An engine over `checkpoint` in float32. On leaving it must be idle and its books right.
+
+    `filled`: experts have come to memory as far as they fit, so that counts are the same always.
+    """
     plain = {"device": "cpu", "dtype": "float32", "threads": 1}
     config = Config.model_validate(plain | settings)
     built = build_engine(config, checkpoint)
     try:
+        if filled:
+            built.finish_fill()
         yield built
         settle(built)
     finally:

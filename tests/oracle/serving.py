@@ -42,9 +42,10 @@ class Served:
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine process: the child that is no resource tracker of Python's."""
+        """The engine process: the child that neither tracks resources nor tries grammars."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        engines = [c for c in children if "resource_tracker" not in " ".join(c.cmdline())]
+        others = ("resource_tracker", "moestro.grammar")
+        engines = [c for c in children if not any(o in " ".join(c.cmdline()) for o in others)]
         if len(engines) != 1:
             raise AssertionError(f"expected one engine process, there are {engines}")
         return engines[0]
@@ -57,6 +58,10 @@ class Served:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read()
+
+    def health(self) -> dict[str, Any]:
+        """What /health says, whether all is well or not."""
+        return dict(json.loads(self.get("/health")[1]))
 
     def stats(self) -> dict[str, Any]:
         """The engine's statistics, fresh."""

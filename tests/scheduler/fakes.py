@@ -223,6 +223,7 @@ class Harness:
             self.scheduler._filling.small = small
             self.scheduler._waiting = Waiting(small)
         self.requests: dict[str, Request] = {}
+        self.held: set[str] = set()  # may not start
         self.known: dict[str, tuple[int, ...]] = {}
         self.executor = FakeExecutor(block_size, self.requests, self.known, cost or Cost())
         self.events: dict[str, list[TokenEvent]] = {}
@@ -245,6 +246,7 @@ class Harness:
         priority: int = 0,
         salt: str | None = None,
         generated: tuple[int, ...] = (),
+        held: bool = False,
         **sampling: object,
     ) -> Request:
         """Add a request. A number stands for a prompt of that length unlike any other."""
@@ -254,12 +256,23 @@ class Harness:
         request = Request(
             id, prompt, SamplingParams(max_tokens, **sampling), priority, salt, generated
         )
-        self.scheduler.add(request, self.now)
+        self.add_request(request, held=held)
+        return request
+
+    def add_request(self, request: Request, *, held: bool = False) -> None:
+        """Add a request as it is."""
+        self.scheduler.add(request, self.now, held=held)
+        id = request.id
+        (self.held.add if held else self.held.discard)(id)
         self.requests[id] = request
-        self.known[id] = (*prompt, *generated)
+        self.known[id] = (*request.prompt, *request.generated)
         self.events[id], self.times[id] = [], []
         self.arrived[id] = self.now
-        return request
+
+    def ready(self, id: str) -> None:
+        """Let a held one start."""
+        self.held.discard(id)
+        self.scheduler.ready(id)
 
     def take(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -278,6 +291,7 @@ class Harness:
         self.plans.append(plan)
         self.executor.forget(plan)
         if plan.opened is not None:
+            assert not self.held & {row.id for row in plan.opened.rows}
             self.executor.open(plan.opened)
         if plan.decode is not None:
             self.launched.append((plan.decode, self.executor.decode(plan.decode)))

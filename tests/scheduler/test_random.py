@@ -60,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         minimum=st.integers(0, 5),
         asks=st.sampled_from([{}, {"logprobs": 0}, {"prompt_logprobs": 0}]),
         generated=st.sampled_from([(), (), (6, 8, 11)]),
+        held=st.sampled_from([False, False, False, True]),
     )
     def add(
         self,
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         minimum: int,
         asks: dict[str, int],
         generated: tuple[int, ...],
+        held: bool = False,
     ) -> None:
         self.count += 1
         asked = {
@@ -79,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "stop_token_ids": stops,
             "min_tokens": min(minimum, max_tokens),
             "generated": generated if max_tokens > 3 else (),
+            "held": held,
         }
         try:
             self.harness.add(
@@ -92,6 +95,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_choices(self, prompt: tuple[int, ...], choices: int, max_tokens: int) -> None:
         for _ in range(choices):
             self.add(prompt, max_tokens, 0, None, (), (), 0, {}, ())
+
+    @precondition(lambda self: self.harness.held)
+    @rule(data=st.data())
+    def ready(self, data: st.DataObject) -> None:
+        """Whether it still lives or not."""
+        self.harness.ready(data.draw(st.sampled_from(sorted(self.harness.held))))
 
     @rule()
     def turn(self) -> None:
@@ -134,6 +143,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         harness = self.harness
+        for id in sorted(harness.held):
+            harness.ready(id)
         harness.run()
         harness.scheduler.abort("nobody")
         for id in harness.requests:

@@ -7,7 +7,7 @@ import pytest
 from moestro.errors import ContextTooLong, InvalidRequest, QueueFull
 from moestro.scheduler.pace import GAP_STEPS
 from moestro.scheduler.plan import Sampled
-from moestro.types import Finish
+from moestro.types import Finish, Grammar
 from tests.scheduler.fakes import Cost, Harness
 
 SLOW = Cost(layer=0.010, layers=10)  # one sweep takes ten decode steps
@@ -690,3 +690,58 @@ def test_check_sees_what_is_wrong() -> None:
     harness.kv.free("a")
     with pytest.raises(AssertionError):
         harness.scheduler.check()
+
+
+# Sequences whose grammar is not compiled yet
+
+
+def test_a_held_one_keeps_its_place_and_nobody_waits_for_it() -> None:
+    harness = Harness(seqs=1)
+    harness.add("held", 5, max_tokens=2, held=True)
+    assert harness.turn() is None
+    assert not harness.scheduler.idle
+    assert harness.scheduler.stats().waiting == 1
+    harness.add("first", 5, max_tokens=2)
+    harness.add("second", 5, max_tokens=2)
+    harness.turn()
+    harness.ready("held")
+    harness.run()
+    assert rows(harness) == [["first"], ["held"], ["second"]]
+    for id in harness.requests:
+        harness.check_finished(id)
+
+
+@pytest.mark.parametrize("end", ["abort", "fail"])
+def test_a_held_one_may_end(end: str) -> None:
+    harness = Harness()
+    harness.add("a", 5, held=True)
+    if end == "abort":
+        harness.scheduler.abort("a")
+    else:
+        (event,) = harness.scheduler.fail(["a"], "no such type", 1.0)
+        assert (event.finish, event.error) == (Finish.ERROR, "no such type")
+    harness.ready("a")
+    harness.run()
+    assert harness.opened() == []
+
+
+def test_a_complete_grammar_ends_a_sequence() -> None:
+    harness = Harness()
+    decoding(harness, "a")
+    plan = harness.scheduler.schedule(harness.now, 0.01)
+    assert plan is not None
+    assert plan.decode is not None
+    done = [Sampled("a", 1, complete=True)]
+    (event,) = harness.scheduler.update_decode(plan.decode, done, 1.0, 0.0)
+    assert (event.token_ids, event.finish, event.stop_token) == ((1,), Finish.STOP, None)
+    assert harness.scheduler.stats().finished["stop"] == 1
+
+
+def test_min_tokens_gives_way_to_a_grammar() -> None:
+    harness = Harness()
+    grammar = Grammar("regex", "a")
+    for id, more in (("a", {"grammar": grammar}), ("b", {})):
+        harness.add(id, 5, max_tokens=9, min_tokens=4, eos_token_ids=(2,), **more)
+        number = harness.scheduler.schedule(0.0, 0.01).opened.number
+        (event,) = harness.scheduler.update_sweep(number, [Sampled(id, 2)], 1.0, 0.0)
+        assert event.finish is (Finish.STOP if more else Finish.ERROR)

@@ -17,10 +17,12 @@ from fastapi import FastAPI
 
 from moestro.server.app import create_app
 from moestro.server.settings import ServerSettings, serve_options
+from moestro.server.structured_check import Check
 from moestro.server.template import ChatTemplate
 from moestro.server.text import Text
 from moestro.server.tokenizer import Tokenizer
 from tests.fakes import SPECIAL, TEMPLATE, FakeEngine, Script, byte_tokenizer, spelled
+from tests.server.grammars import Library
 from tests.server.sse import Events, events_of
 
 
@@ -76,10 +78,12 @@ class Setup:
     template: str | None = TEMPLATE
     engine: dict[str, Any] | None = None
     settings: dict[str, Any] | None = None
+    check: Check | None = None
 
     def build(self) -> tuple[FastAPI, FakeEngine]:
         config = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "pad_token": SPECIAL[2]}
-        tokenizer = Tokenizer(byte_tokenizer(self.pieces, bos=self.bos), config)
+        backend = byte_tokenizer(self.pieces, bos=self.bos)
+        tokenizer = Tokenizer(backend, config)
         template = None
         if self.template is not None:
             template = ChatTemplate(self.template, tokenizer.special_tokens, seconds=0.5)
@@ -88,7 +92,8 @@ class Setup:
             **{"served_model_names": ("tiny", "org/tiny"), "docs": False, **(self.settings or {})}
         )
         engine = FakeEngine(self.script, **(self.engine or {}))
-        return create_app(settings, engine, text), engine
+        check = self.check or Library(backend)
+        return create_app(settings, engine, text, check=check), engine
 
 
 def saying(said: str | bytes | Sequence[int]) -> Script:

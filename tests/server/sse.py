@@ -60,3 +60,18 @@ def events_of(response: httpx.Response) -> Events:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     return parse(response.content)
+
+
+def typed(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream whose events are named: each name is its value's type."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    text = response.content.decode("ascii")
+    assert text.endswith("\n\n")
+    found = []
+    for one in text.removesuffix("\n\n").split("\n\n"):
+        name, data = one.split("\n")
+        value = json.loads(data.removeprefix(PREFIX))
+        assert name == f"event: {value['type']}"
+        found.append(value)
+    return found

@@ -34,9 +34,15 @@ async def test_case_47_health_tells_the_truth(make: Make) -> None:
                 "done": 1,
                 "total": 4,
                 "progress": 0.25,
+                "stalled": False,
+                "error": None,
             }
-        server.engine.state = "restarting"
+        server.engine.stalled = True
+        assert (await server.client.get("/health")).json()["stalled"] is True
+        server.engine.stalled = False
+        server.engine.state, server.engine.error = "restarting", "it ended with code -9"
         response = await server.client.get("/health")
+        assert response.json()["error"] == "it ended with code -9"
         assert (response.status_code, response.json()["status"]) == (503, "restarting")
         assert response.json()["progress"] == 0.25
         server.engine.state, server.engine.stalled = "ready", True

@@ -110,31 +110,6 @@ async def test_case_31_logit_bias(make: Make) -> None:
         assert params.logit_bias == {5: 100.0, 6: -100.0, 7: 1.0}
 
 
-GRAMMARS: list[dict[str, Any]] = [
-    {"response_format": {"type": "json_object"}},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
-    {"response_format": "text"},
-    {"structured_outputs": {"regex": "("}},
-    {"guided_json": {}},
-    {"guided_regex": "("},
-    {"guided_choice": []},
-    {"regex": "("},
-    {"grammar": "x"},
-]
-
-
-@pytest.mark.parametrize("fields", GRAMMARS)
-@pytest.mark.parametrize("path", ["chat", "complete"])
-async def test_case_33_constraints_are_refused_by_name(
-    make: Make, path: str, fields: dict[str, Any]
-) -> None:
-    async with make("x") as server:
-        (name,) = fields
-        error = await refused(server, path, **fields)
-        assert error["param"] == name
-        assert name in error["message"]
-
-
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 LATER: list[dict[str, Any]] = [
     {"tools": [TOOL]},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,7 +19,8 @@ from moestro.engine.gpu.graphs import Graphs
 from moestro.engine.gpu.memory import MARGIN, OUTSIDE
 from moestro.engine.gpu.sampler import DeviceSampler
 from moestro.engine.gpu.step import Shared
-from moestro.engine.gpu.sweep import GpuSweep, Workspace
+from moestro.engine.gpu.sweep import GpuSweep
+from moestro.engine.gpu.workspace import Workspace
 from moestro.engine.memory import MemoryPlan
 from moestro.engine.synthetic import RoutingSource
 from moestro.expert_cache.device_cache import DeviceCache
@@ -50,7 +52,7 @@ def build_executor(
     scramble: bool,
     routing: RoutingSource | None,
 ) -> tuple[GpuExecutor, DeviceCache]:
-    """Allocate, warm the cache, capture the graphs.
+    """Allocate, begin to fill the cache, compile the kernels and capture the graphs.
 
     What torch may take is limited to the plan from here on: running out fails a step, and never
     takes memory that was left to others.
@@ -72,15 +74,15 @@ def build_executor(
         workers=min(MOST_WORKERS, os.cpu_count() or 1),
         trace=trace,
     )
-    size = store.layout.nbytes
-    cache.warm(
-        cache.preferred_order(), lambda done, total: progress("experts", done * size, total * size)
-    )
+    cache.start_fill()
+    cache.upload()
     rows = config.max_num_seqs
     blocks = -(-plan.max_model_len // plan.block_size) + 1
-    forced = None
+    forced = law = None
     if routing is not None:
         forced = torch.zeros(layers, rows, moe.top_k, dtype=torch.int32, device=device)
+        if routing.law is not None:
+            law = torch.tensor(routing.law, dtype=torch.float32, device=device)
     shared = Shared(
         decoder=decoder,
         cache=cache,
@@ -93,14 +95,20 @@ def build_executor(
         timed=True,
         scramble=scramble,
         forced=forced,
+        law=law,
     )
     tokens = config.max_sweep_tokens
     spaces = (
         Workspace(spec, small_tokens(tokens), decoder.dtype, device),
         Workspace(spec, tokens, decoder.dtype, device),
     )
-    _compile_sweeps(shared, spaces[1], lambda done, total: progress("sweep kernels", done, total))
-    graphs = Graphs(shared, rows, lambda done, total: progress("decode graphs", done, total))
+
+    def compiled(stage: str, done: int, total: int) -> None:
+        cache.fill(beside_work=False)  # the disk need not wait for the compiler
+        progress(stage, done, total)
+
+    _compile_sweeps(shared, spaces[1], partial(compiled, "sweep kernels"))
+    graphs = Graphs(shared, rows, partial(compiled, "decode graphs"))
     sampler = DeviceSampler(spec.vocab_size, device, scramble=scramble)
     return GpuExecutor(shared, graphs, sampler, spaces, routing), cache
 
@@ -108,12 +116,14 @@ def build_executor(
 def _compile_sweeps(shared: Shared, space: Workspace, progress: Callable[[int, int], None]) -> None:
     """Run the first layers of sweeps of every size class, so that no request waits for a compiler.
     Nothing of it remains but what the kernels' cache keeps."""
-    stream = ExpertStream(shared.cache)
+    stream, vocab = ExpertStream(shared.cache), shared.spec.vocab_size
     sizes = [tokens for tokens in COMPILED if tokens < space.tokens] + [space.tokens]
     for number, tokens in enumerate(sizes):
         blocks = tuple(range(min(-(-tokens // shared.kv.block_size), len(shared.kv.pool))))
         length = min(tokens, len(blocks) * shared.kv.block_size)
-        row = SweepRow("", (0,) * length, 0, blocks, 0, samples=True)
+        # Various tokens, so that they touch as many experts as a prompt does.
+        made_up = tuple((7919 * place) % vocab for place in range(length))
+        row = SweepRow("", made_up, 0, blocks, 0, samples=True)
         with torch.inference_mode():
             sweep = GpuSweep(SweepPlan(0, (row,)), shared, stream, space)
             for _ in range(PIECES):

@@ -10,6 +10,7 @@ that a block or slot given to somebody else is written after its last reader.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,15 @@ import torch
 import torch.nn.functional as F
 
 from moestro.engine.gpu.graphs import Graphs, Launched
-from moestro.engine.gpu.sampler import DeviceSampler, Scores, scramble_
+from moestro.engine.gpu.sampler import Choice, DeviceSampler, scramble_
 from moestro.engine.gpu.step import Shared
-from moestro.engine.gpu.sweep import GpuSweep, Workspace
-from moestro.engine.sampler import PromptScores, with_prompt
+from moestro.engine.gpu.sweep import GpuSweep
+from moestro.engine.gpu.workspace import Workspace
+from moestro.engine.sampler import NOT_FINITE, PromptScores, with_prompt
 from moestro.engine.synthetic import RoutingSource
 from moestro.errors import StepFailed
 from moestro.expert_cache.stream import ExpertStream
+from moestro.grammar.matcher import Matcher
 from moestro.kernels.gpu import sampling
 from moestro.kernels.gpu.tables import Fault
 from moestro.kernels.gpu.transfer import Mark, synchronize, upload
@@ -34,7 +37,9 @@ from moestro.scheduler.plan import DecodePlan, DecodeRow, Sampled, SweepPlan, Sw
 from moestro.types import Request, TokenLogprobs
 
 Arrays = dict[str, npt.NDArray[Any]]
-NOT_FINITE = "the model's output is not a finite number"
+# Pieces of a sweep that are under way while the host prepares the next one: short of time for a
+# decode step few, otherwise enough that the device never waits.
+BESIDE_STEPS, ALONE = 1, 6
 
 
 @dataclass(slots=True)
@@ -44,7 +49,7 @@ class Flying:
     plan: DecodePlan
     launched: Launched
     report: Arrays
-    scores: Scores | None
+    choice: Choice
     arrived: Mark
 
 
@@ -71,6 +76,7 @@ class GpuExecutor:
         self._last: dict[str, int] = {}  # newest token that the host knows
         self._flying: list[Flying] = []
         self._void = False  # a step in flight computed nothing: its plan must be run again
+        self._decoded = False  # a step was launched since a sweep was advanced
         self.exposed = 0.0
 
     @property
@@ -80,9 +86,9 @@ class GpuExecutor:
 
     # Sequences
 
-    def add(self, request: Request) -> None:
-        """Get ready for a new sequence."""
-        self._sampler.add(request)
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Get ready for a new sequence; `matcher` when it has a grammar."""
+        self._sampler.add(request, matcher)
 
     def forget(self, id: str) -> None:
         """The sequence is gone."""
@@ -103,6 +109,7 @@ class GpuExecutor:
     @torch.inference_mode()
     def launch(self, plan: DecodePlan) -> None:
         """Start a step; `collect` gives its result."""
+        self._decoded = True
         cache = self._shared.cache
         if cache.dirty:
             assert not self._flying, "tables are uploaded while a step may change them"
@@ -113,9 +120,9 @@ class GpuExecutor:
             self._force(plan)
         salts = self._sampler.salt if self._sampler.scramble else None
         launched = self._graphs.launch(plan, self._sampler.params, salts)
-        scores = self._choose(plan, launched)
+        choice = self._choose(plan, launched)
         report = launched.step.report.download()
-        flying = Flying(plan, launched, report, scores, Mark(self._device))
+        flying = Flying(plan, launched, report, choice, Mark(self._device))
         flying.arrived.set()
         self._flying.append(flying)
 
@@ -135,22 +142,37 @@ class GpuExecutor:
         self._record(flying)
         return self._results(flying)
 
-    def _choose(self, plan: DecodePlan, launched: Launched) -> Scores | None:
+    def _choose(self, plan: DecodePlan, launched: Launched) -> Choice:
         """Sample again where a graph's own tokens are not the ones."""
         if all(self._sampler.plain(row.id, row.output_index) for row in plan.rows):
-            return None
+            return Choice()
         shared, step = self._shared, launched.step
+        constrained = any(self._sampler.constrained(row.id) for row in plan.rows)
+        known = not constrained or all(map(self._foresee, self._flying))
         places = zip(launched.seats, plan.rows, strict=True)
-        scores = self._sampler.choose(
+        choice = self._sampler.choose(
             {seat: (row.id, row.output_index) for seat, row in places},
             shared.logits[: step.rows],
             step.sampling(),
             tokens=shared.sampled[: step.rows],
             finite=step.report.on_device["finite"],
+            known=known,
         )
         step.scramble()
         step.finish()
-        return scores
+        return choice
+
+    def _foresee(self, flying: Flying) -> bool:
+        """Wait for the step before, whose tokens decide over masks, while the device computes the
+        one after it. False when it met a fault: then neither has a result."""
+        flying.arrived.wait()
+        if flying.report["fault"][0] != Fault.NONE:
+            return False
+        tokens, finite = flying.report["tokens"].tolist(), flying.report["finite"].tolist()
+        for row, seat in zip(flying.plan.rows, flying.launched.seats, strict=True):
+            if finite[seat] and row.id not in flying.choice.faults:
+                self._sampler.foresee(row.id, tokens[seat], row.output_index)
+        return True
 
     def _force(self, plan: DecodePlan) -> None:
         """Upload made-up routing, in the order of the seats that the rows will get."""
@@ -181,19 +203,24 @@ class GpuExecutor:
                 self._shared.kv.scrub(row.blocks)
                 results.append(Sampled(row.id, 0, error=NOT_FINITE))
                 continue
+            if row.id in flying.choice.faults:
+                results.append(Sampled(row.id, 0, error=flying.choice.faults[row.id]))
+                continue
             token = tokens[seat]
-            self._sampler.record(row.id, token)
+            complete = self._sampler.record(row.id, token, row.output_index)
             self._last[row.id] = token
-            results.append(Sampled(row.id, token, self._scored(flying, row, seat, token)))
+            report = self._scored(flying, row, seat, token)
+            results.append(Sampled(row.id, token, report, complete=complete))
         return results
 
     def _scored(
         self, flying: Flying, row: DecodeRow, seat: int, token: int
     ) -> TokenLogprobs | None:
-        if flying.scores is None or not self._sampler.knows(row.id):
+        scores = flying.choice.scores
+        if scores is None or not self._sampler.knows(row.id):
             return None
         wanted = self._sampler.params(row.id).logprobs
-        return None if wanted is None else flying.scores.of(seat, token, wanted)
+        return None if wanted is None else scores.of(seat, token, wanted)
 
     def _faulted(self, flying: Flying) -> None:
         """This step has no result, nor has the one launched after it."""
@@ -274,14 +301,14 @@ class GpuExecutor:
             return []
         assert not self._flying, "a sweep needs to know what is where"
         _, sweep, _ = self._sweeps[number]
-        before: Mark | None = None
+        most = BESIDE_STEPS if self._decoded else ALONE
+        self._decoded = False
+        under_way: deque[Mark] = deque()
         while not sweep.advance():
-            # One piece is always under way while the host looks at the clock.
-            launched = Mark(self._device)
-            launched.set()
-            if before is not None:
-                before.wait()
-            before = launched
+            under_way.append(Mark(self._device))
+            under_way[-1].set()
+            if len(under_way) > most:
+                under_way.popleft().wait()
             if enough():
                 return None
         results = self._sample_top(sweep)
@@ -323,23 +350,24 @@ class GpuExecutor:
         finite = torch.empty(len(rows), dtype=torch.bool, device=device)
         ids = {at: (row.id, row.output_index) for at, row in enumerate(rows)}
         given = self._parameters(rows, device)
-        scores = self._sampler.choose(ids, logits, given, tokens=tokens, finite=finite)
+        choice = self._sampler.choose(ids, logits, given, tokens=tokens, finite=finite)
         if self._sampler.scramble:
             salts = [self._sampler.salt(row.id, row.output_index) for row in rows]
             scramble_(tokens, torch.tensor(salts, device=device), self._sampler.vocab)
         chosen, fine = tokens.tolist(), finite.tolist()
         found = {}
         for at, row in enumerate(rows):
-            if not fine[at]:
-                found[row.id] = Sampled(row.id, 0, error=NOT_FINITE)
+            error = choice.faults.get(row.id) if fine[at] else NOT_FINITE
+            if error is not None:
+                found[row.id] = Sampled(row.id, 0, error=error)
                 continue
-            self._sampler.record(row.id, chosen[at])
+            complete = self._sampler.record(row.id, chosen[at], row.output_index)
             self._last[row.id] = chosen[at]
             wanted = self._sampler.params(row.id).logprobs
             report = None
-            if scores is not None and wanted is not None:
-                report = scores.of(at, chosen[at], wanted)
-            found[row.id] = Sampled(row.id, chosen[at], report)
+            if choice.scores is not None and wanted is not None:
+                report = choice.scores.of(at, chosen[at], wanted)
+            found[row.id] = Sampled(row.id, chosen[at], report, complete=complete)
         return found
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

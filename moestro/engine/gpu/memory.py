@@ -10,7 +10,7 @@ import dataclasses
 
 from moestro.config import Config
 from moestro.engine.gpu.buffers import buckets
-from moestro.engine.gpu.sweep import Workspace
+from moestro.engine.gpu.workspace import Workspace
 from moestro.engine.memory import MemoryPlan, plan_memory
 from moestro.engine.models.spec import ModelSpec
 from moestro.errors import ConfigError, OutOfMemory

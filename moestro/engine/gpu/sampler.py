@@ -1,21 +1,24 @@
 """Sampling on the device beyond what a graph does by itself.
 
-Owns: which rows need more than temperature and min_p, edits to their logits, top-k and top-p, and
-log-probabilities. Does not own: the kernels (`kernels.gpu.sampling`) or what edits mean
+Owns: which rows need more than temperature and min_p, masks of grammars, edits to logits, top-k and
+top-p, and log-probabilities. Does not own: the kernels (`kernels.gpu.sampling`) or what edits mean
 (`engine.sampler`). Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from moestro.engine.sampler import Row
 from moestro.engine.synthetic import SPECIAL, row_number
+from moestro.grammar.matcher import Matcher
+from moestro.grammar.vocabulary import words
 from moestro.kernels.gpu import sampling
-from moestro.kernels.gpu.transfer import download
+from moestro.kernels.gpu.transfer import download, send
 from moestro.types import Request, SamplingParams, TokenLogprobs
 
 
@@ -33,6 +36,14 @@ class Scores:
         return TokenLogprobs(token, float(self.chosen[row]), tuple(pairs))
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the host knows of tokens that are being chosen."""
+
+    scores: Scores | None = None  # if a row wants log-probabilities
+    faults: Mapping[str, str] = field(default_factory=dict)  # sequences that nothing is allowed to
+
+
 class DeviceSampler:
     """What is known of the rows' sequences, and the launches that choose their tokens."""
 
@@ -41,10 +52,13 @@ class DeviceSampler:
         self.scramble = scramble
         self._device = device
         self._rows: dict[str, Row] = {}
+        if device.type == "cuda":  # compile now: no request should wait for it
+            bits = torch.zeros(1, words(vocab_size), dtype=torch.int32, device=device)
+            sampling.mask(torch.zeros(1, vocab_size, device=device), bits[0, :1], bits)
 
-    def add(self, request: Request) -> None:
-        """A new sequence."""
-        self._rows[request.id] = Row(request, self.vocab, self._device)
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """A new sequence; `matcher` when it has a grammar."""
+        self._rows[request.id] = Row(request, self.vocab, self._device, matcher)
 
     def forget(self, id: str) -> None:
         """The sequence is gone."""
@@ -58,11 +72,27 @@ class DeviceSampler:
         """Whether the sequence has not been forgotten."""
         return id in self._rows
 
-    def record(self, id: str, token: int) -> None:
-        """This token was chosen. Harmless for a sequence that is gone."""
+    def record(self, id: str, token: int, index: int) -> bool:
+        """This token was chosen as output `index`; True when its grammar is complete with it.
+        Harmless for a sequence that is gone."""
         row = self._rows.get(id)
-        if row is not None:
-            row.record(token)
+        if row is None:
+            return False
+        row.record(token)
+        if row.constraint is None:
+            return False
+        row.constraint.record(token, index)
+        return row.constraint.complete
+
+    def foresee(self, id: str, token: int, index: int) -> None:
+        """The same while it is still to be recorded, for the mask of the output after it."""
+        row = self._rows.get(id)
+        if row is not None and row.constraint is not None:
+            row.constraint.record(token, index)
+
+    def constrained(self, id: str) -> bool:
+        """Whether the sequence has a grammar: its mask needs all outputs before."""
+        return self._rows[id].constraint is not None
 
     def needs_past(self, id: str, index: int) -> bool:
         """Whether output `index` depends on outputs before it by more than the model."""
@@ -73,7 +103,8 @@ class DeviceSampler:
         row = self._rows[id]
         params = row.params
         filters = not row.greedy and (params.top_k > 0 or params.top_p < 1.0)
-        return not (filters or params.logprobs is not None or self.needs_past(id, index))
+        reports = params.logprobs is not None
+        return not (filters or reports or self.constrained(id) or self.needs_past(id, index))
 
     def salt(self, id: str, index: int) -> int:
         """What scrambling adds to output `index` of a sequence."""
@@ -87,25 +118,44 @@ class DeviceSampler:
         *,
         tokens: torch.Tensor,
         finite: torch.Tensor,
-    ) -> Scores | None:
+        known: bool = True,
+    ) -> Choice:
         """Tokens of all rows of logits [B, V] (overwritten) into `tokens` and `finite` [B].
 
-        `ids`: row -> (sequence, its output number), for the rows that are real. Returns the
-        log-probabilities if a row wants them.
+        `ids`: row -> (sequence, its output number), for the rows that are real. `known`: all
+        outputs before are recorded or foreseen; otherwise what is chosen will be chosen again.
         """
         edited = {at: who for at, who in ids.items() if self.needs_past(*who)}
         params = [self._rows[id].params for id, _ in ids.values()]
         most = max((-1 if p.logprobs is None else p.logprobs for p in params), default=-1)
-        raw = logits.clone() if edited and most >= 0 else logits
+        masked = [(at, *who) for at, who in ids.items() if known and self.constrained(who[0])]
+        raw = logits.clone() if (edited or masked) and most >= 0 else logits
+        faults = self._mask(masked, logits) if masked else {}
         for at, (id, index) in edited.items():
             self._rows[id].edit(logits[at], index)
         scratch = sampling.Scratch.empty(len(logits), self.vocab, self._device)
         top = _bound(params)
         sampling.sample(logits, rows, top, scratch=scratch, tokens=tokens, finite=finite)
         if most < 0:
-            return None
+            return Choice(None, faults)
         found = sampling.logprobs(raw, tokens, most)
-        return Scores(*map(download, found))
+        return Choice(Scores(*map(download, found)), faults)
+
+    def _mask(
+        self, masked: Sequence[tuple[int, str, int]], logits: torch.Tensor
+    ) -> Mapping[str, str]:
+        """Mask (row, sequence, output number); returns why some can choose nothing."""
+        bits = np.empty((len(masked), words(self.vocab)), np.int32)
+        faults = {}
+        for line, (_, id, index) in zip(bits, masked, strict=True):
+            constraint = self._rows[id].constraint
+            assert constraint is not None
+            fault = constraint.allow_into(line, index)
+            if fault is not None:
+                faults[id] = fault
+        at = np.array([row for row, _, _ in masked], np.int32)
+        sampling.mask(logits, send(at, self._device), send(bits, self._device))
+        return faults
 
 
 def scramble_(tokens: torch.Tensor, salt: torch.Tensor, vocab: int) -> None:

@@ -49,6 +49,7 @@ class Shared:
     timed: bool  # note when fetches start and end
     scramble: bool  # tokens are made up, for benchmarks
     forced: torch.Tensor | None  # int32 [layers, most rows, top_k]: routing that is made up
+    law: torch.Tensor | None  # float32 [layers, experts]: log p of made-up routing in sweeps
 
     @property
     def spec(self) -> ModelSpec:

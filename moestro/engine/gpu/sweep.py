@@ -1,6 +1,6 @@
 """A sweep on the device: prompt tokens travelling up the layers while experts stream past.
 
-Owns: the state of one sweep between pieces, its workspace, and which experts are asked for ahead.
+Owns: the state of one sweep between pieces, and which experts are asked for ahead.
 Does not own: the staging groups (`expert_cache.stream`) or the kernels. The host launches a piece
 and yields; the engine may put decode steps between any two. A dropped sequence writes no KV.
 """
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from moestro.engine.decoder import DecoderLayer
 from moestro.engine.gpu.step import Shared, product, project
-from moestro.engine.models.spec import ModelSpec, QKNorm, RouterDtype
+from moestro.engine.gpu.workspace import Workspace
+from moestro.engine.models.spec import QKNorm
 from moestro.engine.weights import LayerWeights
 from moestro.expert_cache.residency import STAGE, Placement
 from moestro.expert_cache.stream import Batch, ExpertStream
@@ -26,7 +27,7 @@ from moestro.kernels import reference
 from moestro.kernels.gpu.attention_sweep import sweep_attention
 from moestro.kernels.gpu.combine import combine
 from moestro.kernels.gpu.experts_sweep import Tiles, plan_tiles, sweep_down, sweep_up, tile_rows
-from moestro.kernels.gpu.grouping import Routes, sort_routes
+from moestro.kernels.gpu.grouping import sort_routes
 from moestro.kernels.gpu.norm import add_rms_norm, rms_norm
 from moestro.kernels.gpu.rotary import qk_norm_rope_write
 from moestro.kernels.gpu.router import softmax_topk
@@ -39,42 +40,13 @@ Ints = npt.NDArray[np.int64]
 # are fetched before the router has spoken, for as long as the layers so far bear that out.
 ROUTES_TO_TOUCH_ALL = 6
 NEARLY_ALL = 0.95
-
-
-class Workspace:
-    """Activations of up to `tokens` tokens, the widest layer at a time."""
-
-    def __init__(self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device):
-        attention, moe = spec.attention, spec.moe
-        heads = attention.heads + 2 * attention.kv_heads
-        routes = tokens * moe.top_k
-
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.tokens = tokens
-        self.residual = empty(tokens, spec.hidden)
-        self.normed = empty(tokens, spec.hidden)
-        self.qkv = empty(tokens, heads * attention.head_dim)
-        self.q = empty(tokens, attention.heads, attention.head_dim)
-        self.mixed = empty(tokens, attention.heads * attention.head_dim)
-        self.added = empty(tokens, spec.hidden)
-        self.routing = empty(tokens, moe.experts)
-        share = torch.float32 if moe.router_dtype is RouterDtype.FLOAT32 else dtype
-        self.weights = empty(routes, dtype=share)
-        self.ids = empty(routes, dtype=torch.int32)
-        self.inner = empty(routes, moe.intermediate)
-        self.outer = empty(routes, spec.hidden)
-        self.routes = Routes.empty(routes, moe.experts, device)
-
-    @staticmethod
-    def nbytes(spec: ModelSpec, tokens: int, size: int) -> int:
-        """What `Workspace` takes for elements of `size` bytes."""
-        attention, moe = spec.attention, spec.moe
-        heads = 3 * attention.heads + 2 * attention.kv_heads
-        width = 3 * spec.hidden + heads * attention.head_dim + moe.experts
-        routed = moe.top_k * ((spec.hidden + moe.intermediate) * size + 16)
-        return tokens * (width * size + routed)
+# Where they do not, the next layer's router is asked early, on what goes into this layer's experts.
+# An expert that is foretold so many routes is fetched; sweeps of fewer routes than experts ask not.
+FORETOLD = 2
+# What one piece may be, so that a decode step can come soon: about a millisecond on a large GPU.
+SCORES_OF_A_PIECE = 1 << 25  # attention: rows times keys
+LEAST_ROWS = 512
+ROUTES_OF_A_PIECE = 1 << 15
 
 
 @dataclass(slots=True)
@@ -98,8 +70,11 @@ class GpuSweep:
         self._space = workspace
         self.count = sum(len(row.tokens) for row in plan.rows)
         moe = shared.spec.moe
-        self._touches_all = self.count * moe.top_k >= ROUTES_TO_TOUCH_ALL * moe.experts
+        routes = self.count * moe.top_k
+        self._touches_all = routes >= ROUTES_TO_TOUCH_ALL * moe.experts
+        self._asks_early = routes >= moe.experts and not shared.cache.complete
         self._reserved: dict[int, Placement] = {}  # slots taken for experts still to come
+        self._foretold: list[int] | None = None  # experts of the next layer, likeliest first
         self._upload(plan)
         self._work = self._run()
 
@@ -157,6 +132,8 @@ class GpuSweep:
         residual, normed = space.residual[:count], space.normed[:count]
         rms_norm(residual, layers[0].weights.input_norm, eps, out=normed)
         norms = [layer.weights.input_norm for layer in layers[1:]] + [shared.decoder.final_norm]
+        routed = [layer for layer in layers if layer.spec.moe is not None][1:]
+        following = iter([*routed, None])
         for index, (layer, after) in enumerate(zip(layers, norms, strict=True)):
             if not any(segment.alive for segment in self.segments):
                 return
@@ -165,7 +142,7 @@ class GpuSweep:
                 self._dense(layer.weights, after)
                 yield
             else:
-                yield from self._experts(layer)
+                yield from self._experts(layer, next(following))
                 weights = space.weights[: count * layer.spec.moe.top_k].view(count, -1)
                 outer = space.outer[: count * layer.spec.moe.top_k]
                 combine(outer, weights, residual, after, eps, out=normed)
@@ -197,16 +174,20 @@ class GpuSweep:
             if not segment.alive:
                 mixed[segment.span].zero_()
                 continue
-            sweep_attention(
-                q[segment.span],
-                shared.kv.pool,
-                index,
-                segment.table,
-                segment.row.start,
-                spec.scale,
-                spec.window,
-                out=mixed[segment.span],
-            )
+            for lo, hi in _row_pieces(segment.row.start, len(segment.row.tokens)):
+                rows = slice(segment.span.start + lo, segment.span.start + hi)
+                sweep_attention(
+                    q[rows],
+                    shared.kv.pool,
+                    index,
+                    segment.table,
+                    segment.row.start + lo,
+                    spec.scale,
+                    spec.window,
+                    out=mixed[rows],
+                )
+                if rows.stop < segment.span.stop:
+                    yield
         yield
         added = space.added[:count]
         product(mixed, weights.out, weights.out_bias, added)
@@ -220,36 +201,61 @@ class GpuSweep:
         added = F.linear(inner, weights.down)
         add_rms_norm(added, residual, after, self._shared.spec.norm_eps, out=normed)
 
-    def _experts(self, layer: DecoderLayer) -> Iterator[None]:
+    def _experts(self, layer: DecoderLayer, following: DecoderLayer | None) -> Iterator[None]:
         """Routed experts of a layer into `outer`: residents first, then as they arrive."""
+        foretold = None
+        if self._asks_early and not self._touches_all and following is not None:
+            foretold = self._route(following, early=True)
         counts = self._route(layer)
         self._ahead(layer.ordinal, None)
         yield
         found = counts()
         self._touches_all &= bool((found > 0).mean() >= NEARLY_ALL)
+        self._foretold = None
+        if foretold is not None:
+            expected = foretold()
+            order = np.argsort(-expected, kind="stable")
+            self._foretold = order[expected[order] >= FORETOLD].tolist()
         cache = self._shared.cache
         cache.residency.begin_pass("sweep", resumed=layer.ordinal > 0)
-        wanted, slots = cache.residency.want(layer.ordinal, found, None)
-        here = slots >= 0
-        missing = set(wanted[~here].tolist())
-        self._compute(wanted[here].tolist(), slots[here].tolist())
-        yield
-        fetched = 0
+        wanted = cache.residency.want(layer.ordinal, found, None)[0].astype(np.int64)
+        slots, missing, fetched = cache.table.rows[layer.ordinal], set[int](), 0
+        if not self._stream.size and (slots[wanted] < 0).any():  # not all slots are filled yet
+            away = wanted[slots[wanted] < 0].tolist()
+            fetched = len(away)
+            self._stream.seat(layer.ordinal, away)
+        for experts in _route_pieces(wanted, found):
+            # Read anew for each piece: a decode step between them may have changed it.
+            here = slots[experts] >= 0
+            missing.update(experts[~here].tolist())
+            self._compute(experts[here].tolist(), slots[experts[here]].tolist())
+            yield
         self._reserved = self._placements(layer.ordinal, missing, found)
         while missing:
             self._ahead(layer.ordinal, missing)
             batch = self._stream.take()
-            if batch.layer == layer.ordinal:
-                fetched += self._use(batch, missing)
+            used = self._use(batch, missing) if batch.layer == layer.ordinal else 0
+            fetched += used
+            if batch.early:
+                cache.prefetched(used, len(batch.experts) - used)
             self._stream.used(batch)
             yield
-        cache.swept(layer.ordinal, int(here.sum()), fetched)
+        self._ahead(layer.ordinal, missing)
+        cache.swept(layer.ordinal, len(wanted) - fetched, fetched)
 
-    def _route(self, layer: DecoderLayer) -> Counts:
-        space, moe, count = self._space, layer.spec.moe, self.count
+    def _route(self, layer: DecoderLayer, *, early: bool = False) -> Counts:
+        """Sort the tokens' routes by expert; returns how many each expert has. `early`: of a layer
+        that is still to come, judged by what this one's attention has left."""
+        space, moe, count, shared = self._space, layer.spec.moe, self.count, self._shared
         assert moe is not None and layer.weights.router is not None
-        routing = space.routing[:count]
-        product(space.normed[:count], layer.weights.router, None, routing)
+        routing, rows = space.routing[:count], space.normed[:count]
+        if early:
+            rows = space.added[:count]
+            norm = layer.weights.post_norm
+            rms_norm(space.residual[:count], norm, shared.spec.norm_eps, out=rows)
+        product(rows, layer.weights.router, None, routing)
+        if shared.law is not None:  # the greatest log p + Gumbel noise: drawn without replacement
+            routing.exponential_().log_().neg_().add_(shared.law[layer.ordinal])
         ids = space.ids[: count * moe.top_k].view(count, -1)
         weights = space.weights[: count * moe.top_k].view(count, -1)
         softmax_topk(routing, self._real, moe.top_k, moe.renormalize, weights=weights, ids=ids)
@@ -283,7 +289,8 @@ class GpuSweep:
             place = self._reserved.pop(expert, None)
             if place is None:
                 continue
-            if cache.table.slot_of[place.key] >= 0:  # a decode step has fetched it meanwhile
+            cache.dirty = True
+            if cache.table.slot_of[place.key] >= 0:  # decode or the fill brought it meanwhile
                 cache.table.release(place.slot)
             else:
                 cache.slab[place.slot].copy_(cache.slab[slot])
@@ -298,9 +305,12 @@ class GpuSweep:
         moe, count = shared.spec.moe, self.count
         routes = count * moe.top_k
         rows = tile_rows(routes, moe.experts, shared.decoder.dtype)
-        both = self._send(np.array([experts, slots], np.int32))
-        tiles = Tiles.empty(routes, len(experts), rows, both.device)
-        plan_tiles(space.routes.offsets, both[0], both[1], out=tiles)
+        # Lines of one length, so that the kernels see pointers of one alignment.
+        both = np.zeros((2, -(-moe.experts // 4) * 4), np.int32)
+        both[:, : len(experts)] = experts, slots
+        given = self._send(both)[:, : len(experts)]
+        tiles = Tiles.empty(routes, len(experts), rows, given.device)
+        plan_tiles(space.routes.offsets, given[0], given[1], out=tiles)
         order, slab = space.routes.order, shared.cache.slab
         inner, outer = space.inner[:routes], space.outer[:routes]
         sweep_up(space.normed[:count], order, tiles, slab, moe.top_k, y=inner)
@@ -308,30 +318,47 @@ class GpuSweep:
         sweep_down(inner, order, tiles, slab, offset, z=outer)
 
     def _ahead(self, layer: int, missing: set[int] | None) -> None:
-        """Start what there is room for: first what this layer lacks, then the next layers when
-        this sweep will touch nearly all of them. `missing` None: the router has not spoken."""
+        """Start what there is room for: first what this layer lacks, then what later layers
+        should. `missing` None: the router has not spoken."""
         for at, lacking in self._order(layer, missing):
             while self._stream.has_room:
                 chosen = self._next(at, lacking)
                 if not chosen:
                     break
-                self._stream.start(at, chosen)
+                self._stream.start(at, chosen, early=at != layer or missing is None)
 
-    def _order(self, layer: int, missing: set[int] | None) -> Iterator[tuple[int, set[int] | None]]:
-        """Layers to fetch for, and what they are known to lack."""
-        layers = self._shared.cache.layers
+    def _order(self, layer: int, missing: set[int] | None) -> Iterator[tuple[int, list[int]]]:
+        """Layers to fetch for, and what they lack or should lack."""
+        cache = self._shared.cache
         if missing is not None:
-            yield layer, missing
+            yield layer, sorted(missing)
         if self._touches_all:
-            for at in range(layer + (missing is not None), min(layer + 3, layers)):
-                yield at, None
+            for at in range(layer + (missing is not None), min(layer + 3, cache.layers)):
+                yield at, np.flatnonzero(cache.table.rows[at] < 0).tolist()
+        elif missing is not None and self._foretold is not None:
+            row = cache.table.rows[layer + 1]
+            yield layer + 1, [expert for expert in self._foretold if row[expert] < 0]
 
-    def _next(self, layer: int, missing: set[int] | None) -> list[int]:
-        """The first experts of a layer that nobody has asked for yet."""
+    def _next(self, layer: int, lacking: list[int]) -> list[int]:
+        """The first of them that nobody has asked for yet."""
         coming = {e for batch in self._stream.coming if batch.layer == layer for e in batch.experts}
-        row = self._shared.cache.table.rows[layer]
-        lacks = np.flatnonzero(row < 0).tolist() if missing is None else sorted(missing)
-        return [expert for expert in lacks if expert not in coming][: self._stream.size]
+        return [expert for expert in lacking if expert not in coming][: self._stream.size]
+
+
+def _row_pieces(start: int, count: int) -> Iterator[tuple[int, int]]:
+    """Rows [lo, hi) of a run that begins behind `start` tokens, for one piece of attention each."""
+    lo = 0
+    while lo < count:
+        rows = SCORES_OF_A_PIECE // (start + count) // LEAST_ROWS * LEAST_ROWS
+        hi = min(count, lo + max(LEAST_ROWS, rows))
+        yield lo, hi
+        lo = hi
+
+
+def _route_pieces(experts: Ints, counts: Ints) -> list[Ints]:
+    """Experts in groups whose routes a piece can compute."""
+    bins = np.cumsum(counts[experts]) // ROUTES_OF_A_PIECE
+    return np.split(experts, np.flatnonzero(np.diff(bins)) + 1)
 
 
 class Counts:

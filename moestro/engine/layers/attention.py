@@ -20,8 +20,11 @@ from moestro.kv_cache.storage import LayerKV
 class Attention:
     """One layer's attention."""
 
-    def __init__(self, spec: AttentionSpec, weights: LayerWeights, eps: float) -> None:
+    def __init__(
+        self, spec: AttentionSpec, weights: LayerWeights, eps: float, residual_scale: float = 1.0
+    ) -> None:
         self.spec = spec
+        self._residual_scale = residual_scale
         self._weights = weights
         self._eps = eps
         self._out = weights.out.t()
@@ -90,10 +93,12 @@ class Attention:
         kv.write(segment.places[lo:hi], new)
 
     def output(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + out_proj(mixed)."""
+        """residual + out_proj(mixed), times the model's residual scale."""
+        scale = self._residual_scale
         if self._weights.out_bias is not None or mixed.dtype != torch.float32:
-            return residual + F.linear(mixed, self._weights.out, self._weights.out_bias)
-        return torch.addmm(residual, mixed, self._out)
+            added = F.linear(mixed, self._weights.out, self._weights.out_bias)
+            return torch.add(residual, added, alpha=scale)
+        return torch.addmm(residual, mixed, self._out, alpha=scale)
 
     def _full_norm(self, flat: torch.Tensor) -> torch.Tensor:
         spec, weights = self.spec, self._weights

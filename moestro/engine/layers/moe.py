@@ -1,7 +1,7 @@
-"""Router and dense MLP: the parts of a feed-forward block that need no expert.
+"""Router, dense MLP and shared experts: the parts of a feed-forward block that need no cache.
 
-Owns: which experts a token wants and with which weight. The experts themselves are computed by
-whoever holds them (`engine.experts`).
+Owns: which experts a token wants and with which weight. The routed experts themselves are computed
+by whoever holds them (`engine.experts`).
 """
 
 from __future__ import annotations
@@ -9,27 +9,43 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from moestro.engine.models.router import BiasedTopK, Scores, SparseMixer, TopKSoftmax
 from moestro.engine.models.spec import MoESpec, RouterDtype
 from moestro.kernels import reference as ops
 
 
 def route(
-    spec: MoESpec, weight: torch.Tensor, x: torch.Tensor
+    spec: MoESpec, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, hidden] -> weights [T, k], ids [T, k]: softmax over all experts, then top-k
-    (transformers: `Qwen3MoeTopKRouter`, `OlmoeTopKRouter`, `MixtralTopKRouter`)."""
-    out = torch.float32 if spec.router_dtype is RouterDtype.FLOAT32 else x.dtype
-    return ops.softmax_topk(F.linear(x, weight), spec.top_k, spec.renormalize, out)
+    """x [T, hidden] -> weights [T, k], ids [T, k], as `spec.router` says. `bias` [experts] if it
+    is `spec.biased`."""
+    router, logits = spec.router, _logits(spec, weight, x)
+    out = _dtype(spec, x)
+    match router:
+        case TopKSoftmax():
+            return ops.topk_softmax(logits, spec.top_k, out)
+        case SparseMixer():
+            return ops.sparse_mixer(logits, router.jitter, out)
+        case BiasedTopK():
+            assert bias is not None
+            scores = _scores(router, logits)
+            ids = ops.biased_topk(scores, bias, spec.top_k, router.groups, router.kept)
+            return _chosen(spec, router, scores, ids).to(out), ids
+    return ops.softmax_topk(logits, spec.top_k, spec.renormalize, out)
 
 
 def route_to(
     spec: MoESpec, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for experts ids [T, k] that somebody else chose: the router's own weights of them,
-    renormalised as the model does. For benchmarks."""
-    out = torch.float32 if spec.router_dtype is RouterDtype.FLOAT32 else x.dtype
-    weights = torch.softmax(F.linear(x, weight), -1, dtype=torch.float32).gather(-1, ids)
-    if spec.renormalize:
+    renormalised as the model does. For benchmarks; a sparse mixer, which gives distant experts
+    nothing, is taken for a softmax."""
+    router, logits = spec.router, _logits(spec, weight, x)
+    out = _dtype(spec, x)
+    if isinstance(router, BiasedTopK):
+        return _chosen(spec, router, _scores(router, logits), ids).to(out), ids
+    weights = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, ids)
+    if spec.renormalize:  # softmax over the chosen alone is the same
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(out), ids
 
@@ -37,3 +53,38 @@ def route_to(
 def dense_mlp(gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """down(silu(gate x) * up x) for x [T, hidden]."""
     return F.linear(ops.swiglu(F.linear(x, gate_up)), down)
+
+
+def shared_mlp(
+    gate_up: torch.Tensor, down: torch.Tensor, gate: torch.Tensor | None, x: torch.Tensor
+) -> torch.Tensor:
+    """The shared expert: a dense MLP, times sigmoid(gate x) when there is a gate [1, hidden]."""
+    result = dense_mlp(gate_up, down, x)
+    return result if gate is None else result * torch.sigmoid(F.linear(x, gate))
+
+
+def _logits(spec: MoESpec, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if spec.wide:
+        return F.linear(x.float(), weight.float())
+    return F.linear(x, weight)
+
+
+def _dtype(spec: MoESpec, x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if spec.router_dtype is RouterDtype.FLOAT32 else x.dtype
+
+
+def _scores(router: BiasedTopK, logits: torch.Tensor) -> torch.Tensor:
+    if router.scores is Scores.SIGMOID:
+        return torch.sigmoid(logits.float())
+    return torch.softmax(logits, -1, dtype=torch.float32)
+
+
+def _chosen(
+    spec: MoESpec, router: BiasedTopK, scores: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The chosen experts' weights: scores without bias."""
+    weights = scores.gather(-1, ids)
+    if spec.renormalize:
+        total = weights.sum(-1, keepdim=True) + router.sum_add
+        weights = weights / total.clamp(min=router.sum_min)
+    return weights * router.scale

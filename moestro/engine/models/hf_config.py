@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moestro.engine.models.spec import RopeSpec
 from moestro.errors import ModelError
 
 # Said by every family's config, meaning nothing for inference with this engine.
@@ -67,9 +66,20 @@ DTYPES = ("float32", "bfloat16", "float16")
 class HFConfig:
     """One config.json. Ask for every key, then call `done`."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any], prefix: str = "") -> None:
         self._raw = raw
+        self._prefix = prefix  # of every key in errors
         self._seen: set[str] = set()
+        self._parts: list[HFConfig] = []
+
+    def part(self, key: str) -> HFConfig:
+        """The object under `key`, whose keys are asked for like these; empty when absent."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"config.json: {self._prefix}{key} must be an object, is {value!r}")
+        part = HFConfig(value, f"{self._prefix}{key}.")
+        self._parts.append(part)
+        return part
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of `key`; null counts as absent."""
@@ -77,33 +87,44 @@ class HFConfig:
         value = self._raw.get(key)
         return default if value is None else value
 
-    def number(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; without a default the key must be there."""
+    def is_null(self, key: str) -> bool:
+        """`key` is there and null, where that says something else than leaving it out."""
+        self._seen.add(key)
+        return key in self._raw and self._raw[key] is None
+
+    def number(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number from `least` on; without a default the key must be there."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ModelError(f"config.json: {key} must be a positive whole number, is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "positive whole number" if least == 1 else f"whole number from {least} on"
+            raise ModelError(f"config.json: {self._prefix}{key} must be a {kind}, is {value!r}")
         return value
 
-    def experts(self, default: int) -> int:
-        """Number of experts: transformers 5 writes either name, whatever the family's own is."""
-        named = [key for key in ("num_experts", "num_local_experts") if self.get(key) is not None]
+    def experts(self, default: int, *own: str) -> int:
+        """Number of experts: transformers 5 writes any of these names."""
+        names = (*own, "num_experts", "num_local_experts")
+        named = [key for key in names if self.get(key) is not None]
         counts = {self.number(key) for key in named} or {default}
         if len(counts) > 1:
-            raise ModelError(f"config.json: num_experts and num_local_experts differ: {counts}")
+            raise ModelError(f"config.json: {self._prefix}{' and '.join(named)} differ: {counts}")
         return counts.pop()
 
     def real(self, key: str, default: float) -> float:
         """A positive finite number."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise ModelError(f"config.json: {key} must be a positive number, is {value!r}")
+            raise ModelError(
+                f"config.json: {self._prefix}{key} must be a positive number, is {value!r}"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ModelError(f"config.json: {key} must be true or false, is {value!r}")
+            raise ModelError(
+                f"config.json: {self._prefix}{key} must be true or false, is {value!r}"
+            )
         return value
 
     def require(self, key: str, *allowed: Any) -> None:
@@ -111,7 +132,17 @@ class HFConfig:
         value = self.get(key)
         if value is not None and value not in allowed:
             served = " or ".join(repr(a) for a in allowed) or "nothing"
-            raise ModelError(f"config.json: {key} is {value!r}, and only {served} is served")
+            raise ModelError(
+                f"config.json: {self._prefix}{key} is {value!r}, and only {served} is served"
+            )
+
+    def require_all(self, key: str, allowed: Any) -> None:
+        """Refuse the model unless every entry of the list `key` is `allowed`, or it is absent."""
+        for value in self.get(key, []):
+            if value != allowed:
+                raise ModelError(
+                    f"config.json: {self._prefix}{key} has {value!r}; only {allowed!r} is served"
+                )
 
     def ignore(self, *keys: str) -> None:
         """These keys may be there and change nothing."""
@@ -122,33 +153,16 @@ class HFConfig:
         value = str(self._raw.get("dtype") or self._raw.get("torch_dtype") or "float32")
         name = value.removeprefix("torch.")
         if name not in DTYPES:
-            raise ModelError(f"config.json: dtype {name!r} is not served, only {', '.join(DTYPES)}")
+            raise ModelError(
+                f"config.json: {self._prefix}dtype {name!r} is not served, only {', '.join(DTYPES)}"
+            )
         return name
-
-    def rope(self, head_dim: int, theta: float) -> RopeSpec:
-        """Plain rotary embedding, in the old spelling (rope_theta) or the new (rope_parameters)."""
-        params = dict(self.get("rope_parameters") or {})
-        scaling = dict(self.get("rope_scaling") or {})
-        for source in (params, scaling):
-            kind = source.pop("rope_type", None) or source.pop("type", None) or "default"
-            source.pop("type", None)
-            if kind != "default":
-                raise ModelError(f"config.json: rope type {kind!r} is not served, only 'default'")
-        bases = {params.pop("rope_theta", None), self.get("rope_theta")} - {None}
-        if len(bases) > 1:
-            raise ModelError(f"config.json: rope_theta has several values: {bases}")
-        key = "partial_rotary_factor"
-        for partial in (params.pop(key, None), self.get(key)):
-            if partial not in (None, 1.0):
-                raise ModelError(f"config.json: {key} is {partial}, only 1.0 is served")
-        left = sorted({*params, *scaling} - {"rope_theta"})
-        if left:
-            raise ModelError(f"config.json: unknown rope keys {', '.join(left)}")
-        return RopeSpec(float(bases.pop() if bases else theta), head_dim)
 
     def done(self) -> None:
         """Raise if the config has a key nobody asked for."""
-        unknown = sorted(set(self._raw) - self._seen - HARMLESS)
+        for part in self._parts:
+            part.done()
+        unknown = sorted(self._prefix + key for key in set(self._raw) - self._seen - HARMLESS)
         if unknown:
             raise ModelError(
                 f"config.json: unknown keys {', '.join(unknown)}; serving this model without "

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from moestro.engine.models.hf_config import HFConfig
+from moestro.engine.models.names import EachExpert, PackedExperts, WeightNames
 from moestro.engine.models.qwen3_moe import QWEN_NAMES
+from moestro.engine.models.rope_config import read_rope
 from moestro.engine.models.spec import (
     AttentionSpec,
-    ExpertNames,
     LayerSpec,
     ModelSpec,
     MoESpec,
     RouterDtype,
-    WeightNames,
 )
 
 _BLOCK = "model.layers.{l}.block_sparse_moe."
-NAMES = WeightNames(
-    router=(_BLOCK + "gate.weight", *QWEN_NAMES.router),
-    experts=(
-        ExpertNames(
-            each=(
-                _BLOCK + "experts.{e}.w1.weight",
-                _BLOCK + "experts.{e}.w3.weight",
-                _BLOCK + "experts.{e}.w2.weight",
-            ),
-            packed=(_BLOCK + "experts.gate_up_proj", _BLOCK + "experts.down_proj"),
-        ),
-        *QWEN_NAMES.experts,  # as transformers 5 holds them in memory
-    ),
+MIXTRAL_EXPERTS = (
+    EachExpert(*(f"{_BLOCK}experts.{{e}}.{part}.weight" for part in ("w1", "w3", "w2"))),
+    PackedExperts(_BLOCK + "experts.gate_up_proj", _BLOCK + "experts.down_proj"),
+    *QWEN_NAMES.experts,  # as transformers 5 holds them in memory
 )
+NAMES = WeightNames(router=(_BLOCK + "gate.weight", *QWEN_NAMES.router), experts=MIXTRAL_EXPERTS)
 
 
 def spec(config: HFConfig) -> ModelSpec:
@@ -52,14 +44,16 @@ def spec(config: HFConfig) -> ModelSpec:
         router_dtype=RouterDtype.FLOAT32,
     )
     count = config.number("num_hidden_layers", 32)
+    positions = config.number("max_position_embeddings", 4096 * 32)
+    rope = read_rope(config, head_dim, 1e6, positions)
     return ModelSpec(
         family="mixtral",
         vocab_size=config.number("vocab_size", 32000),
         hidden=hidden,
         norm_eps=config.real("rms_norm_eps", 1e-5),
-        max_positions=config.number("max_position_embeddings", 4096 * 32),
+        max_positions=rope.reach(positions),
         tied_head=config.flag("tie_word_embeddings", False),
-        rope=config.rope(head_dim, 1e6),
+        rope=rope,
         layers=(LayerSpec(attention, moe),) * count,
         names=NAMES,
         dtype=config.dtype(),

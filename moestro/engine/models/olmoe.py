@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moestro.engine.models.hf_config import HFConfig
 from moestro.engine.models.qwen3_moe import QWEN_NAMES
+from moestro.engine.models.rope_config import read_rope
 from moestro.engine.models.spec import (
     AttentionSpec,
     LayerSpec,
@@ -39,14 +40,16 @@ def spec(config: HFConfig) -> ModelSpec:
         router_dtype=RouterDtype.MODEL,
     )
     count = config.number("num_hidden_layers", 16)
+    positions = config.number("max_position_embeddings", 4096)
+    rope = read_rope(config, head_dim, 10000.0, positions)
     return ModelSpec(
         family="olmoe",
         vocab_size=config.number("vocab_size", 50304),
         hidden=hidden,
         norm_eps=config.real("rms_norm_eps", 1e-5),
-        max_positions=config.number("max_position_embeddings", 4096),
+        max_positions=rope.reach(positions),
         tied_head=config.flag("tie_word_embeddings", False),
-        rope=config.rope(head_dim, 10000.0),
+        rope=rope,
         layers=(LayerSpec(attention, moe),) * count,
         names=QWEN_NAMES,
         dtype=config.dtype(),

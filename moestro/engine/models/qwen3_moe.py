@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from moestro.engine.models.hf_config import HFConfig
+from moestro.engine.models.names import EachExpert, PackedExperts, WeightNames
+from moestro.engine.models.rope_config import read_rope
 from moestro.engine.models.spec import (
     AttentionSpec,
-    ExpertNames,
     LayerSpec,
     ModelSpec,
     MoESpec,
     QKNorm,
     RouterDtype,
-    WeightNames,
 )
 from moestro.errors import ModelError
 
 _MLP = "model.layers.{l}.mlp."
-QWEN_NAMES = WeightNames(
-    router=(_MLP + "gate.weight",),
-    experts=(
-        ExpertNames(
-            each=(
-                _MLP + "experts.{e}.gate_proj.weight",
-                _MLP + "experts.{e}.up_proj.weight",
-                _MLP + "experts.{e}.down_proj.weight",
-            ),
-            packed=(_MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"),
-        ),
-    ),
+QWEN_EXPERTS = (
+    EachExpert(*(f"{_MLP}experts.{{e}}.{part}_proj.weight" for part in ("gate", "up", "down"))),
+    PackedExperts(_MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"),
 )
+QWEN_NAMES = WeightNames(router=(_MLP + "gate.weight",), experts=QWEN_EXPERTS)
 
 
 def spec(config: HFConfig) -> ModelSpec:
@@ -60,23 +52,26 @@ def spec(config: HFConfig) -> ModelSpec:
         renormalize=config.flag("norm_topk_prob", False),
         router_dtype=RouterDtype.MODEL,
     )
+    positions = config.number("max_position_embeddings", 32768)
+    rope = read_rope(config, head_dim, 10000.0, positions)
     return ModelSpec(
         family="qwen3_moe",
         vocab_size=config.number("vocab_size", 151936),
         hidden=hidden,
         norm_eps=config.real("rms_norm_eps", 1e-6),
-        max_positions=config.number("max_position_embeddings", 32768),
+        max_positions=rope.reach(positions),
         tied_head=config.flag("tie_word_embeddings", False),
-        rope=config.rope(head_dim, 10000.0),
-        layers=_layers(config, count, attention, moe),
+        rope=rope,
+        layers=qwen_layers(config, count, attention, moe),
         names=QWEN_NAMES,
         dtype=config.dtype(),
     )
 
 
-def _layers(
+def qwen_layers(
     config: HFConfig, count: int, attention: AttentionSpec, moe: MoESpec
 ) -> tuple[LayerSpec, ...]:
+    """Sparse and dense layers, as decoder_sparse_step and mlp_only_layers say."""
     dense_only = set(config.get("mlp_only_layers", []))
     every = config.number("decoder_sparse_step", 1)
     width = config.number("intermediate_size", 6144)

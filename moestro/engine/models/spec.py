@@ -1,13 +1,18 @@
 """What a model family is, as data.
 
-Owns: the vocabulary in which a family describes itself. Does not own: reading a checkpoint's
-config (the family files do) or running anything (`decoder` does).
+Owns: the vocabulary in which a family describes itself; rotary embedding, routers and tensor names
+have files of their own beside it. Does not own: reading a checkpoint's config (the family files do)
+or running anything (`decoder` does).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+from moestro.engine.models.names import WeightNames
+from moestro.engine.models.rope import RopeSpec
+from moestro.engine.models.router import BiasedTopK, Router, SoftmaxTopK
 
 
 class QKNorm(Enum):
@@ -18,19 +23,19 @@ class QKNorm(Enum):
     FULL = "full"  # over all heads together, weight [heads * head_dim] (OLMoE)
 
 
+class Norm(Enum):
+    """The norm before attention, before the feed-forward block and before the head."""
+
+    RMS = "rms"
+    LAYER = "layer"  # mean taken off, weight and bias (Phi-3.5-MoE)
+    LAYER_NO_BIAS = "layer-no-bias"  # mean taken off, weight alone (DBRX)
+
+
 class RouterDtype(Enum):
     """In which dtype the chosen experts' weights reach the experts."""
 
     FLOAT32 = "float32"  # Mixtral
     MODEL = "model"  # Qwen3-MoE, OLMoE: cast to the model's dtype after renormalising
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding, half-split layout, over the first `dim` of a head's dimensions."""
-
-    theta: float
-    dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +50,44 @@ class AttentionSpec:
     qk_norm: QKNorm = QKNorm.NONE
     clip: float | None = None  # clamp q, k, v to +-clip
     window: int | None = None  # a token sees itself and the window - 1 before it
+    multiplier: float | None = None  # on the scores; None: 1 / sqrt(head_dim)
 
     @property
     def scale(self) -> float:
         """Factor on the scores."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.multiplier is None else self.multiplier
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpec:
+    """A dense MLP beside the routed experts, which every token passes. `gated`: its output is
+    multiplied by the sigmoid of one more learned projection."""
+
+    intermediate: int
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """Experts and the router in front of them: softmax over all, top-k, maybe renormalised."""
+    """Experts, the router in front of them and what is beside them."""
 
     experts: int
     top_k: int
     intermediate: int
-    renormalize: bool
+    renormalize: bool  # scale the weights of the chosen to sum 1
     router_dtype: RouterDtype
+    router: Router = field(default_factory=SoftmaxTopK)
+    shared: SharedSpec | None = None
+
+    @property
+    def biased(self) -> bool:
+        """The router has a bias [experts] to choose by."""
+        return isinstance(self.router, BiasedTopK)
+
+    @property
+    def wide(self) -> bool:
+        """The router's weight and logits are float32 whatever the model's dtype is."""
+        return isinstance(self.router, BiasedTopK) and self.router.wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +97,6 @@ class LayerSpec:
     attention: AttentionSpec
     moe: MoESpec | None
     intermediate: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """How a checkpoint may name a layer's experts; `{l}` and `{e}` are filled in.
-
-    `each` has (gate, up, down), one tensor per expert. `packed` has (gate_up [E, 2I, H],
-    down [E, H, I]). A checkpoint may use either.
-    """
-
-    each: tuple[str, str, str]
-    packed: tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightNames:
-    """Family-specific tensor names; everything else is named as in Llama checkpoints."""
-
-    router: tuple[str, ...]  # alternatives, first found wins
-    experts: tuple[ExpertNames, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,16 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     names: WeightNames
     dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    norm: Norm = Norm.RMS
+    head_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # on what attention and feed-forward add
+    logits_divisor: float = 1.0
+
+    @property
+    def usual_positions(self) -> int:
+        """Context length when none is asked for: never so long that frequencies become others."""
+        return min(self.max_positions, self.rope.trained or self.max_positions)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ class ActivationAware(Policy):
     """`capacity` is the number of finished sequences kept, 4 bytes x layers x experts each.
 
     One search per pass at most, and only in a pass that has to evict. Running sequences that have
-    no past to compare with predict themselves.
+    no past to compare with predict themselves; while none runs, as at the start, all of the past
+    predicts.
     """
 
     name = "activation_aware"
@@ -105,6 +106,8 @@ class ActivationAware(Policy):
                 total += past[(now @ past.T).argmax(axis=1)].sum(axis=0).reshape(self._shape)
             else:
                 total += now.sum(axis=0).reshape(self._shape)
+        elif self._kept:
+            total += self._past[: self._kept].sum(axis=0).reshape(self._shape)
         total += _UNSEEN
         share = total / total.sum(axis=1, keepdims=True)
         value: Floats = (share * self._nearness[:, None]).ravel()

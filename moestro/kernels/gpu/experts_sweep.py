@@ -95,7 +95,7 @@ def plan_tiles(
         out.count,
         groups,
         M=out.rows,
-        N=triton.next_power_of_2(groups),
+        N=triton.next_power_of_2(offsets.numel()),  # not of the groups: one kernel for all
         BUNDLE=_BUNDLE,
         FIELDS=_FIELDS,
     )

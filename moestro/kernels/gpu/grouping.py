@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 _CHUNK = 128  # routes a program ranks by comparing all pairs
+_SCANNED = 256  # chunks that are summed at a time: one kernel, however many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,8 @@ def sort_routes(ids: torch.Tensor, experts: int, *, out: Routes) -> Routes:
     assert out.counts.numel() == experts + 1
     assert out.chunks.numel() >= chunks * (experts + 1)
     width = triton.next_power_of_2(experts + 1)
-    wide = max(16, triton.next_power_of_2(chunks))
     _count_kernel[(chunks,)](ids, out.chunks, routes, chunks, experts, C=_CHUNK, E=width)
-    _scan_kernel[(experts + 1,)](out.chunks, out.counts, chunks, CHUNKS=wide)
+    _scan_kernel[(experts + 1,)](out.chunks, out.counts, chunks, STEP=_SCANNED)
     _place_kernel[(chunks,)](
         ids, out.chunks, out.counts, out.offsets, out.order, routes, chunks, experts,
         C=_CHUNK, E=width,
@@ -88,15 +88,18 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(
-    chunks_ptr: tl.tensor, counts_ptr: tl.tensor, chunks: tl.tensor, CHUNKS: tl.constexpr
+    chunks_ptr: tl.tensor, counts_ptr: tl.tensor, chunks: tl.tensor, STEP: tl.constexpr
 ) -> None:
     """Per expert: counts of chunks to counts of the chunks before, and their sum."""
     expert = tl.program_id(0)
-    chunk = tl.arange(0, CHUNKS)
-    spots = chunks_ptr + expert * chunks + chunk
-    count = tl.load(spots, mask=chunk < chunks, other=0)
-    tl.store(spots, tl.cumsum(count, 0) - count, mask=chunk < chunks)
-    tl.store(counts_ptr + expert, tl.sum(count, 0))
+    before = tl.zeros([], tl.int32)
+    for first in range(0, chunks, STEP):
+        chunk = first + tl.arange(0, STEP)
+        spots = chunks_ptr + expert * chunks + chunk
+        count = tl.load(spots, mask=chunk < chunks, other=0)
+        tl.store(spots, before + tl.cumsum(count, 0) - count, mask=chunk < chunks)
+        before += tl.sum(count, 0)
+    tl.store(counts_ptr + expert, before)
 
 
 @triton.jit(do_not_specialize=["routes", "chunks", "experts"])

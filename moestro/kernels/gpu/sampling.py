@@ -1,6 +1,6 @@
 """From logits to tokens on the device, each row by its own parameters, without synchronising.
 
-Owns: filters, random numbers, the draw and log-probabilities. Does not own: bias, bans and
+Owns: masks, filters, random numbers, the draw and log-probabilities. Does not own: bias, bans and
 penalties, which are applied to the logits before. Meaning: `uniform`, `draw` and `_filter` of
 `engine.sampler`: the same seed and position give the same token, up to rounding of the last bit.
 
@@ -133,6 +133,20 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, *, out: torch.Tensor) ->
     return out
 
 
+def mask(logits: torch.Tensor, at: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Set to -inf, in place, what some rows of logits float32 [B, V] must not choose.
+
+    at int32 [n], the rows; bits int32 [n, ceil(V / 32)]: bit t % 32 of word t // 32 is set where
+    token t stays. Logits that are NaN or +inf stay too, so that `sample` sees them.
+    """
+    vocab = logits.shape[1]
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1
+    assert bits.shape == (len(at), triton.cdiv(vocab, 32)) and bits.is_contiguous()
+    grid = (triton.cdiv(vocab, _CHUNK), len(at))
+    _mask_kernel[grid](logits, at, bits, logits.stride(0), vocab, C=_CHUNK, num_warps=8)
+    return logits
+
+
 def logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,6 +184,26 @@ def _cut(logits: torch.Tensor, rows: Rows, most: int) -> tuple[torch.Tensor, tor
 
 def _sorted(logits: torch.Tensor) -> torch.Tensor:
     return logits.sort(-1, descending=True).values
+
+
+@triton.jit
+def _mask_kernel(
+    logits_ptr: tl.tensor,
+    at_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    token = tl.program_id(0) * C + tl.arange(0, C)
+    mine = tl.program_id(1)
+    real = token < vocab
+    words = (vocab + 31) // 32
+    word = tl.load(bits_ptr + mine * words + token // 32, mask=real, other=-1)
+    spots = logits_ptr + tl.load(at_ptr + mine).to(tl.int64) * stride + token
+    x = tl.load(spots, mask=real, other=0.0)
+    stays = ((word >> (token % 32)) & 1) != 0
+    tl.store(spots, float("-inf"), mask=real & (x < float("inf")) & (stays == 0))
 
 
 @triton.jit

@@ -68,12 +68,14 @@ def test_times_are_in_order(device: str) -> None:
     host = arena(2, 1 << 20, device)
     tables = CacheTables.empty(1, 4, slots=4, ring=0, victims=4, device=device)
     tables.victims.copy_(torch.arange(4, dtype=torch.int32))
+    tables.cursor.copy_(torch.tensor([0, 4], dtype=torch.int32))
     tables.source.copy_(torch.tensor([host[i % 2].data_ptr() for i in range(4)]))
     work, log = LayerWork.empty(4, 2, device), StepLog.empty(1, 2, device)
     slab = torch.zeros(4, 1 << 20, dtype=torch.uint8, device=device)
     ids = torch.tensor([[3, 0]], dtype=torch.int32, device=device)
     acquire(0, ids, tables, work=work, log=log, timed=True)
     fetch.fetch(0, work, slab, 1 << 20, log, timed=True)
+    assert tables.fault.tolist() == [0, 0]
     assert torch.equal(slab[0].cpu(), host[0])
     assert torch.equal(slab[1].cpu(), host[1])
     assert 0 < int(log.ended[0]) - int(log.started[0]) < 1_000_000_000

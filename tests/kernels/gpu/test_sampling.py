@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 
 from moestro.engine import sampler as oracle
@@ -139,6 +140,33 @@ def test_what_is_not_finite_is_told(device: str, temperature: float, top: int | 
     tokens, finite = run(logits, [p] * 5, top, device)
     assert finite == [False, False, False, True, True]
     assert tokens[:4] == [0, 0, 0, 4400]
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 4096, 37])
+def test_masks_fall_on_their_rows(device: str, vocab: int) -> None:
+    logits = torch.randn(6, vocab)
+    logits[1, 3], logits[4, 5] = float("nan"), float("inf")
+    allowed = torch.rand(3, vocab) < 0.3
+    allowed[:, 3:6] = False
+    rows = [4, 0, 1]
+    padded = np.ones((3, -(-vocab // 32) * 32), np.uint8)  # what is behind the end is nobody's
+    padded[:, :vocab] = allowed.numpy()
+    bits = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+    expected = logits.clone()
+    for row, mine in zip(rows, allowed, strict=True):
+        expected[row, ~mine & (logits[row] < float("inf"))] = float("-inf")
+    at = torch.tensor(rows, dtype=torch.int32, device=device)
+    found = kernel.mask(logits.to(device), at, bits.to(device))
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sampling_behind_a_mask_is_the_engines(device: str) -> None:
+    ways = [PLAIN, replace(PLAIN, top_k=20), replace(PLAIN, top_p=0.8), replace(PLAIN, min_p=0.1)]
+    drawn = [replace(p, seed=i) for i, p in enumerate(ways * 2)]
+    logits = torch.randn(8, VOCAB)
+    logits[:4, torch.rand(VOCAB) > 0.001] = float("-inf")
+    logits[5, 1:] = float("-inf")
+    assert run(logits, drawn, None, device) == (expected(logits, drawn), [True] * 8)
 
 
 def test_logprobs(device: str) -> None:

@@ -1,0 +1,1 @@
+"""Fuzzing of the HTTP side; `python -m benchmarks.fuzz` runs it."""

@@ -1,0 +1,1 @@
+"""What a whole output must match: which tokens may come next. No torch, no requests."""

@@ -1,0 +1,39 @@
+"""Errors as the Messages API spells them. Owns: its error object, its types, and where it is used.
+
+Does not own: statuses and headers, which are the same on every route (`problems`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moestro.errors import MoestroError
+from moestro.server.wire import event
+
+ROUTE = "/v1/messages"
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def speaks_messages(path: str) -> bool:
+    """Whether a request to this path is answered as the Messages API does, unknown routes too."""
+    return path == ROUTE or path.startswith(ROUTE + "/")
+
+
+def body_of(message: str, status: int) -> dict[str, Any]:
+    """Return the error object."""
+    kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def event_of(error: MoestroError) -> str:
+    """Return the stream event for an error that comes after the status line."""
+    return event(body_of(error.message, error.status))
