@@ -8,13 +8,12 @@ memory; it is never more than `capacity * layout.nbytes`.
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import numpy.typing as npt
 
 from moestro.expert_cache.arena_table import ArenaTable, Loss
 from moestro.expert_cache.layout import ExpertLayout
+from moestro.pages import mapped
 
 HUGE_PAGES_FROM = 256 << 20  # bytes; below it, rounding to 2 MiB pages costs more than it saves
 
@@ -26,11 +25,7 @@ class HostArena:
         self.table = ArenaTable(capacity, loss)
         self.layout = layout
         self.nbytes = capacity * layout.nbytes
-        mapping = mmap.mmap(-1, self.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if self.nbytes >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        # The array keeps the mapping alive; it is unmapped when the last view is gone.
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        self.memory = mapped(self.nbytes, HUGE_PAGES_FROM)
         self._blobs = self.memory.reshape(capacity, layout.nbytes)
         self._start = int(self.memory.ctypes.data)
 

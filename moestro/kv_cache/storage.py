@@ -10,8 +10,13 @@ a view adds its layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
+
+from moestro.pages import mapped
+
+HUGE_PAGES_FROM = 8 << 20  # bytes of a pool, which is all in use from the start
 
 
 class LayerKV:
@@ -56,7 +61,7 @@ class KVStorage:
     ) -> None:
         shape = (blocks, layers, block_size, 2, kv_heads, head_dim)
         # Filled, not `torch.zeros`, which may leave pages to be found missing under load.
-        self.pool = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.pool = _empty(shape, dtype, torch.device(device)).zero_()
         self.block_size = block_size
         self.layers = layers
         self._views = [LayerKV(self.pool, layer) for layer in range(layers)]
@@ -75,3 +80,11 @@ class KVStorage:
         still a NaN. Finite contents, such as a shared prefix, stay as they are."""
         rows = list(blocks)
         self.pool[rows] = torch.nan_to_num(self.pool[rows], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    # In huge pages: a long context lies in hundreds of blocks all over the pool.
+    memory = torch.from_numpy(mapped(prod(shape) * dtype.itemsize, HUGE_PAGES_FROM))
+    return memory.view(dtype).view(shape)

@@ -12,7 +12,7 @@ GAP_STEPS = 2.5
 GAP_STEPS_ON_GPU = 2.6  # its pieces are short against a step, so that little comes on top
 # A sweep goes on even where a decode step beside it takes that long by itself (on a CPU a sweep
 # empties the caches), by this many steps at least.
-LEAST_STEPS = 0.5
+LEAST_STEPS = 0.35
 # Two open sweeps take turns of this many seconds while nobody decodes: short beside a first
 # token's time, long beside the cost of a turn.
 SWEEP_SLICE = 0.05

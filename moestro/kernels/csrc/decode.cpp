@@ -17,6 +17,8 @@ namespace {
 
 constexpr int64_t CHUNK = 64;  // tokens whose scores are kept before their values are read
 constexpr int64_t LANES = 8;   // floats in a vector register
+constexpr int64_t AHEAD = 16;  // tokens whose keys and values are asked for beforehand
+constexpr int64_t LINE = 16;   // floats in a line of the caches
 constexpr int64_t ROWS = 4;    // keys, or rows of x, that one pass of a dot product serves
 
 struct Shape {
@@ -48,11 +50,17 @@ inline __m128 dots(const float* one, const float* const* four, int64_t length) {
     return sum;
 }
 
-// Where the keys of a token are, its values `kv_heads * dim` further.
-inline const float* place(const Shape& s, const float* rows, const int64_t* table, int64_t layer,
-                          int64_t token) {
-    const int64_t row = table[token / s.block_size] + layer;
-    return rows + (row * s.block_size + token % s.block_size) * 2 * s.kv_heads * s.dim;
+// Where the keys of `count` tokens from `token` on are, their values `kv_heads * dim` further. Past
+// `last` it repeats the last one.
+inline void places(const Shape& s, const float* rows, const int64_t* table, int64_t layer,
+                   int64_t token, int64_t last, int64_t count, const float** at) {
+    const int64_t floats = 2 * s.kv_heads * s.dim;
+    int64_t block = token / s.block_size, offset = token % s.block_size;
+    for (int64_t t = 0; t < count; t++) {
+        at[t] = rows + ((table[block] + layer) * s.block_size + offset) * floats;
+        if (token + t >= last) continue;
+        if (++offset == s.block_size) offset = 0, block++;
+    }
 }
 
 // Attention of one row over tokens [first, last] of its blocks. `acc` [heads, dim], `top` and
@@ -60,12 +68,15 @@ inline const float* place(const Shape& s, const float* rows, const int64_t* tabl
 void attend(const Shape& s, const float* q, const float* rows, const int64_t* table, int64_t layer,
             int64_t first, int64_t last, float* acc, float* top, float* sum, float* scores) {
     const int64_t share = s.heads / s.kv_heads, width = s.kv_heads * s.dim;
-    const float* at[CHUNK + ROWS];
+    const float* at[CHUNK + AHEAD];
     for (int64_t lo = first; lo <= last; lo += CHUNK) {
         const int64_t n = std::min(CHUNK, last + 1 - lo);
-        for (int64_t t = 0; t < n + ROWS - 1; t++)
-            at[t] = place(s, rows, table, layer, lo + std::min(t, n - 1));
-        for (int64_t t = 0; t < n; t += ROWS)
+        places(s, rows, table, layer, lo, last, CHUNK + AHEAD, at);
+        for (int64_t t = 0; t < n; t += ROWS) {
+            // Blocks lie anywhere, so the processor does not foresee what comes next.
+            for (int64_t r = 0; r < ROWS; r++)
+                for (int64_t i = 0; i < 2 * width; i += LINE)
+                    _mm_prefetch(at[t + AHEAD + r] + i, _MM_HINT_T0);
             for (int64_t h = 0; h < s.heads; h++) {
                 const int64_t shift = h / share * s.dim;
                 const float* keys[ROWS] = {at[t] + shift, at[t + 1] + shift, at[t + 2] + shift,
@@ -73,6 +84,7 @@ void attend(const Shape& s, const float* q, const float* rows, const int64_t* ta
                 const __m128 dot = dots(q + h * s.dim, keys, s.dim);
                 _mm_storeu_ps(scores + h * CHUNK + t, _mm_mul_ps(dot, _mm_set1_ps(s.scale)));
             }
+        }
         for (int64_t h = 0; h < s.heads; h++) {
             float *line = scores + h * CHUNK, most = top[h], total = 0;
             for (int64_t t = 0; t < n; t++) most = std::max(most, line[t]);
