@@ -263,3 +263,9 @@ def test_what_is_used_ends_up_in_host_memory(kept: int) -> None:
                     arena.shadow(place.key, True)
     assert sum(reads[:100]) > 0
     assert sum(reads[300:]) <= 2  # 14 to 52 when copies of what is in slots go first
+
+
+def test_while_slots_are_stable_host_memory_keeps_what_is_in_none() -> None:
+    residency = make("lru", 8)
+    run(residency, [0, 1])
+    assert residency.loss(np.array([0, 1]), 1).tolist() == [0.0, 1.0]
