@@ -4,36 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from moestro.errors import MoestroError
 from moestro.server.call import Call
 from moestro.server.choice import Piece
+from moestro.server.chunk_wire import ChunkWire
 from moestro.server.generation import Generation
-from moestro.server.logprobs import Speller, chat_logprobs
-from moestro.server.problems import event_of
-from moestro.server.reply import usage_json, usage_suffix
+from moestro.server.logprobs import chat_logprobs
+from moestro.server.reply import usage_json
 from moestro.server.tokenizer import Tokenizer
 from moestro.server.tools_wire import delta_json, finish_reason, message_json
-from moestro.server.wire import DONE, dump, quote
+from moestro.server.wire import dump, quote
 from moestro.types import Finish
 
 
-class ChatWire:
-    """Spells one chat call. What all chunks share is put together once."""
+class ChatWire(ChunkWire):
+    """Spells one chat call."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
-        self._call = call
-        self._output = call.output
-        self._speller = Speller(tokenizer, call.output.ids_as_tokens)
+        super().__init__(call, tokenizer, "chat.completion.chunk")
         form = call.output.format
         self._answers = [form.start() for _ in call.requests] if form is not None else []
-        self._head = (
-            f'data: {{"id":{quote(call.id)},"object":"chat.completion.chunk",'
-            f'"created":{call.created},"model":{quote(call.model)},"choices":['
-        )
-
-    def start(self, generation: Generation) -> str:
-        """Return nothing: a stream begins with the first token."""
-        return ""
 
     def first(self, generation: Generation, index: int) -> str:
         """Return the role chunk; the very first one also brings the prompt's ids when asked."""
@@ -82,19 +71,6 @@ class ChatWire:
     def _finish(self, index: int, finish: Finish) -> str:
         called = bool(self._answers) and self._answers[index].ended_to_call
         return finish_reason(finish, called=called)
-
-    def _usage(self, generation: Generation) -> str:
-        return usage_suffix(generation) if self._output.continuous_usage else ""
-
-    def end(self, generation: Generation) -> str:
-        """Return the chunk without choices that carries the usage, if asked for, and the end."""
-        if not self._output.include_usage:
-            return DONE
-        return f'{self._head}],"usage":{dump(usage_json(generation.usage()))}}}\n\n' + DONE
-
-    def failed(self, generation: Generation, error: MoestroError) -> str:
-        """Return the error and the end."""
-        return event_of(error) + DONE
 
     def whole(self, generation: Generation, pieces: list[list[Piece]]) -> dict[str, Any]:
         """Return a `chat.completion` object."""

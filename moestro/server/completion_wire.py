@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from moestro.errors import MoestroError
 from moestro.server.call import Call, Prompt
 from moestro.server.choice import Piece
+from moestro.server.chunk_wire import ChunkWire
 from moestro.server.generation import Generation
-from moestro.server.logprobs import PlainLogprobs, Speller, offsets_of
-from moestro.server.problems import event_of
-from moestro.server.reply import usage_json, usage_suffix
+from moestro.server.logprobs import PlainLogprobs, offsets_of
+from moestro.server.reply import usage_json
 from moestro.server.tokenizer import Tokenizer
-from moestro.server.wire import DONE, dump, quote
+from moestro.server.wire import dump, quote
 
 
-class CompletionWire:
+class CompletionWire(ChunkWire):
     """Spells one completions call. Choice index = prompt index * n + choice of that prompt."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer) -> None:
-        self._call = call
-        self._output = call.output
+        super().__init__(call, tokenizer, "text_completion")
         self._tokenizer = tokenizer
-        self._speller = Speller(tokenizer, call.output.ids_as_tokens)
-        self._head = (
-            f'data: {{"id":{quote(call.id)},"object":"text_completion",'
-            f'"created":{call.created},"model":{quote(call.model)},"choices":['
-        )
-
-    def start(self, generation: Generation) -> str:
-        """Return nothing: a stream begins with the first token."""
-        return ""
 
     def first(self, generation: Generation, index: int) -> str:
         """Return a chunk with what belongs to the prompt: its text, logprobs and ids if asked."""
@@ -60,19 +49,6 @@ class CompletionWire:
             finish = f'"{piece.finish.value}"'
             extra += f',"stop_reason":{dump(piece.stop_reason)}'
         return self._chunk(generation, index, piece.text, logprobs, finish, extra)
-
-    def _usage(self, generation: Generation) -> str:
-        return usage_suffix(generation) if self._output.continuous_usage else ""
-
-    def end(self, generation: Generation) -> str:
-        """Return the chunk without choices that carries the usage, if asked for, and the end."""
-        if not self._output.include_usage:
-            return DONE
-        return f'{self._head}],"usage":{dump(usage_json(generation.usage()))}}}\n\n' + DONE
-
-    def failed(self, generation: Generation, error: MoestroError) -> str:
-        """Return the error and the end."""
-        return event_of(error) + DONE
 
     def whole(self, generation: Generation, pieces: list[list[Piece]]) -> dict[str, Any]:
         """Return a `text_completion` object."""

@@ -12,8 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 import uvicorn
 from fastapi import FastAPI
+from openai import AsyncOpenAI
 
 from moestro.server.app import create_app
 from moestro.server.settings import ServerSettings, serve_options
@@ -171,3 +173,15 @@ def listen() -> Make:
         return on_socket(setup, small_buffers=small)
 
     return build
+
+
+@pytest_asyncio.fixture(params=[False, True], ids=["lax", "strict"])
+async def client(server: Server, request: pytest.FixtureRequest) -> AsyncIterator[AsyncOpenAI]:
+    """The openai client of a module's `server`, without and with validation of answers."""
+    async with AsyncOpenAI(
+        base_url=server.url,
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=request.param,
+    ) as found:
+        yield found

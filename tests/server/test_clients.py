@@ -25,17 +25,6 @@ async def server() -> AsyncIterator[Server]:
         await running.idle()
 
 
-@pytest_asyncio.fixture(params=[False, True], ids=["lax", "strict"])
-async def client(server: Server, request: pytest.FixtureRequest) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=server.url,
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=request.param,
-    ) as found:
-        yield found
-
-
 async def test_chat(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, n=2

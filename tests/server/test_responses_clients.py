@@ -28,17 +28,6 @@ async def server() -> AsyncIterator[Server]:
         await running.idle()
 
 
-@pytest_asyncio.fixture(params=[False, True], ids=["lax", "strict"])
-async def client(server: Server, request: pytest.FixtureRequest) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=server.url,
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=request.param,
-    ) as found:
-        yield found
-
-
 def check(answer: Any) -> None:
     """All of what was said, in the client's own types."""
     reasoning, message, *calls = answer.output
