@@ -217,15 +217,16 @@ def _rows(found: Found) -> list[tuple[str, object]]:
     return [
         ("kills", f"{found.kills}, {found.while_loading} of them while the engine was loading"),
         ("streams compared", found.compared),
-        ("to the first new token, s", _p50_and_max(found.first)),
-        ("until every stream goes on, s", _p50_and_max(found.every)),
+        ("to the first new token, s", _shown(found.first)),
+        ("until every stream goes on, s", _shown(found.every)),
     ]
 
 
-def _p50_and_max(values: list[float]) -> str:
+def _shown(values: list[float]) -> str:
     if not values:
         return "no stream was open"
-    return f"p50 {report.percentile(values, 0.5):.2f}, max {max(values):.2f}"
+    p50, p90 = (report.percentile(values, share) for share in (0.5, 0.9))
+    return f"p50 {p50:.2f}, p90 {p90:.2f}, max {max(values):.2f}"
 
 
 def _bars(found: Found) -> list[report.Bar]:

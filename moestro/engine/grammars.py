@@ -13,7 +13,7 @@ from moestro.errors import GrammarError
 from moestro.grammar.compiler import Compiler
 from moestro.grammar.matcher import Matcher
 from moestro.grammar.vocabulary import Vocabulary
-from moestro.types import Request
+from moestro.types import GRAMMAR_FAULT, Request
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def _outcome(future: Future[Matcher]) -> Matcher | str:
     try:
         return future.result()
     except GrammarError as error:
-        return error.message
+        return f"{GRAMMAR_FAULT}{error.message}"
     except Exception as error:  # the library's, which no request can be blamed for
         log.exception("a grammar could not be compiled")
         return f"the grammar could not be compiled: {type(error).__name__}"

@@ -43,11 +43,11 @@ def compile_grammar(grammar: Grammar, tokens: Tokens) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(tokens.library, _source(grammar), log_level=0, limits=limits)
     except ValueError as error:  # JSON that is none
-        raise GrammarError(_words(grammar, str(error))) from None
+        raise GrammarError(words_of(grammar, str(error))) from None
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask; much is computed only when it is needed
     if matcher.is_error():
-        raise GrammarError(_words(grammar, matcher.get_error()))
+        raise GrammarError(words_of(grammar, matcher.get_error()))
     return matcher
 
 
@@ -86,7 +86,7 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _words(grammar: Grammar, message: str) -> str:
+def words_of(grammar: Grammar, message: str) -> str:
     """The library's message without its listing of the source, shortened."""
     lines = [line.strip() for line in message.splitlines()]
     if lines[0].startswith("NoExtension"):

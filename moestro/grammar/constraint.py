@@ -15,7 +15,7 @@ import numpy as np
 
 from moestro.grammar.matcher import Matcher
 from moestro.grammar.vocabulary import Words
-from moestro.types import SamplingParams
+from moestro.types import GRAMMAR_FAULT, SamplingParams
 
 NO_TOKEN = "the grammar allows no token of this model here"
 REFUSED = "a token was sampled that the grammar does not allow"
@@ -37,6 +37,12 @@ class Constraint:
         Tokens that were recorded from `index` on are taken back. After the last output, and with
         an error, all bits are set.
         """
+        fault = self._allow_into(row, index)
+        if fault is None or fault is REFUSED:  # that would be our own fault
+            return fault
+        return f"{GRAMMAR_FAULT}{fault}"
+
+    def _allow_into(self, row: Words, index: int) -> str | None:
         row.fill(-1)
         if self._ended is not None and index > self._ended:
             return None

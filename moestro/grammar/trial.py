@@ -21,7 +21,7 @@ from pathlib import Path
 from moestro.errors import GrammarError, Unavailable
 from moestro.types import Grammar
 
-MOST_SECONDS = 2.0  # to compile one grammar and its first mask
+MOST_SECONDS = 2.0  # to compile one grammar and its first masks
 START_SECONDS = 60.0  # for the process to start and read the tokenizer
 WAIT_SECONDS = 10.0  # for other grammars' trials
 MOST_KEPT = 256  # verdicts

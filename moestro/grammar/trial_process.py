@@ -1,4 +1,5 @@
-"""The other end of `grammar.trial`: compiles one grammar after the other and says what is wrong.
+"""The other end of `grammar.trial`: compiles one grammar after the other, follows it for a few
+tokens, and says what is wrong.
 
 Reads JSON lines from standard input and answers each with one; ends when that pipe closes.
 """
@@ -12,8 +13,9 @@ import sys
 from pathlib import Path
 
 from moestro.errors import GrammarError
-from moestro.grammar.compiler import compile_grammar
-from moestro.grammar.vocabulary import read_tokens
+from moestro.grammar.compiler import compile_grammar, words_of
+from moestro.grammar.vocabulary import Tokens, read_tokens
+from moestro.grammar.walk import walk
 from moestro.types import Grammar
 
 MOST_MEMORY = 2 << 30  # bytes beyond what it has when the tokenizer is read
@@ -32,12 +34,15 @@ def main() -> None:
     _answer(None)
     for line in sys.stdin:
         given = json.loads(line)
-        try:
-            compile_grammar(Grammar(given["kind"], given["text"]), tokens)
-        except GrammarError as error:
-            _answer(error.message)
-        else:
-            _answer(None)
+        _answer(_problem(Grammar(given["kind"], given["text"]), tokens))
+
+
+def _problem(grammar: Grammar, tokens: Tokens) -> str | None:
+    try:
+        fault = walk(compile_grammar(grammar, tokens), tokens)
+    except GrammarError as error:
+        return error.message
+    return None if fault is None else words_of(grammar, fault)
 
 
 def _limit_memory() -> None:

@@ -43,6 +43,7 @@ class Output:
     ids_as_tokens: bool = False  # spell tokens in logprobs as "token_id:<n>"
     echo: bool = False
     format: AnswerFormat | None = None  # how the text is taken apart; None = it is all content
+    bound_by: str | None = None  # the field that says what the grammar holds the answer to
     discard: bool = False  # nothing may be generated: the one token the engine makes is dropped
 
     @property

@@ -41,7 +41,11 @@ async def prepare_chat(
     if plan:
         grammar = await service.grammars.grammar(for_prompt(plan, request, rendered))
         params = replace(params, grammar=grammar)
-    output = replace(draft.output, format=form if form.stages() else None)
+    output = replace(
+        draft.output,
+        format=form if form.stages() else None,
+        bound_by=plan.param if plan else None,
+    )
     return make_call(
         replace(draft, params=params, output=output),
         [Prompt(ids)],

@@ -23,6 +23,8 @@ class ChatWire(ChunkWire):
         super().__init__(call, tokenizer, "chat.completion.chunk")
         form = call.output.format
         self._answers = [form.start() for _ in call.requests] if form is not None else []
+        more = call.output.detailed or call.output.continuous_usage
+        self._plain = form is None and not more  # a piece is its text and nothing else
 
     def first(self, generation: Generation, index: int) -> str:
         """Return the role chunk; the very first one also brings the prompt's ids when asked."""
@@ -37,6 +39,13 @@ class ChatWire(ChunkWire):
 
     def piece(self, generation: Generation, index: int, piece: Piece) -> str:
         """Return the chunks of what can be told, and the finish chunk at the end."""
+        if self._plain and piece.finish is None:  # the same as below, for by far the most
+            if not piece.text:
+                return ""
+            return (
+                f'{self._head}{{"index":{index},"delta":{{"content":{quote(piece.text)}}},'
+                f'"logprobs":null,"finish_reason":null}}]}}\n\n'
+            )
         out = ""
         extra = f'"logprobs":{self._logprobs(piece)},"finish_reason":null{self._ids(piece)}'
         for delta in self._deltas(index, piece):

@@ -42,7 +42,8 @@ async def prepare_completion(service: Service, body: dict[str, Any], arrived: fl
     prompts = await service.text.run(_encode, tokenizer, given, special, skip, size=size)
     if constraint is not None:
         grammar = await service.grammars.grammar(Plan(constraint))
-        draft = replace(draft, params=replace(draft.params, grammar=grammar))
+        output = replace(draft.output, bound_by=constraint.param)
+        draft = replace(draft, params=replace(draft.params, grammar=grammar), output=output)
     return make_call(
         draft,
         prompts,

@@ -58,20 +58,17 @@ class ByteTable:
 class ByteDetokenizer:
     """Looks bytes up and decodes them incrementally: exact for byte-level and byte-fallback BPE."""
 
-    __slots__ = ("_decoder", "_strip", "_table")
+    __slots__ = ("_decoder", "_strip", "_table", "pending")
 
     def __init__(self, table: list[bytes], strip: int) -> None:
         self._table = table
         self._strip = strip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.pending = False  # see `Detokenizer`: the decoder holds a part of a character
 
     def push(self, token: int) -> str:
         """See `Detokenizer`."""
-        try:
-            text = self._decoder.decode(self._table[token])
-        except IndexError:
-            return ""
-        return self._stripped(text) if self._strip else text
+        return self.push_many((token,))
 
     def push_many(self, tokens: Iterable[int]) -> str:
         """See `Detokenizer`."""
@@ -80,17 +77,23 @@ class ByteDetokenizer:
             data = b"".join([table[token] for token in tokens])
         except IndexError:
             data = b"".join([table[t] for t in tokens if t < len(table)])
-        text = self._decoder.decode(data)
+        text = self._text(data)
         return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
         """See `Detokenizer`."""
+        self.pending = False
         return self._decoder.decode(b"", True)
 
-    @property
-    def pending(self) -> bool:
-        """See `Detokenizer`."""
-        return bool(self._decoder.getstate()[0])
+    def _text(self, data: bytes) -> str:
+        if not self.pending:
+            try:
+                return data.decode()  # many times as fast, and mostly right
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self.pending = bool(self._decoder.getstate()[0])
+        return text
 
     def _stripped(self, text: str) -> str:
         while text and self._strip:

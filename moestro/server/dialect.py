@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moestro.errors import ContextTooLong, InvalidRequest, MoestroError
+from moestro.server.call import Call
 from moestro.server.refusals import Refused, UnknownKeys, check_extra
 from moestro.server.schema import ChatRequest
 
@@ -108,6 +109,12 @@ class Names:
         if isinstance(error, ContextTooLong):
             error.message = self.too_long + error.message
         error.param = None if error.param is None else self.of(error.param)
+
+    def call(self, call: Call) -> Call:
+        """Return the call whose own errors, later, speak of the caller's fields."""
+        if call.output.bound_by is None:
+            return call
+        return replace(call, output=replace(call.output, bound_by=self.of(call.output.bound_by)))
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class Edge:
         except MoestroError as error:
             if sent.status:
                 raise
-            await response_of(error, scope["path"])(scope, receive, sent)
+            await response_of(error, scope)(scope, receive, sent)
         except ClientDisconnect:
             log.debug(
                 "a client left before its request was complete", extra=about(scope[REQUEST_ID])
@@ -113,7 +113,7 @@ class Edge:
             )
             if sent.status:
                 raise MoestroError("The reply was cut by an internal error.") from None
-            await response_of(MoestroError("Internal error."), scope["path"])(scope, receive, sent)
+            await response_of(MoestroError("Internal error."), scope)(scope, receive, sent)
 
 
 def _log_request(scope: Scope, sent: _Sent, body: str) -> None:
@@ -179,7 +179,7 @@ class _Sent:
             (b"x-request-id", self._scope[REQUEST_ID].encode("ascii")),
             (b"openai-processing-ms", str(took).encode("ascii")),
         ]
-        if speaks_messages(self._scope["path"]):
+        if speaks_messages(self._scope):
             common.append((b"request-id", common[0][1]))  # the name that its clients read
         if not self._lifecycle.draining:
             return [*headers, *common]
@@ -200,7 +200,7 @@ class KeyCheck:
             try:
                 scope[KEY] = self._ring.find(scope["headers"])
             except BadKey as error:
-                await response_of(error, scope["path"])(scope, receive, send)
+                await response_of(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -225,7 +225,7 @@ class RateLimit:
             try:
                 self._limiter.take(_client(scope))
             except RateLimited as error:
-                await response_of(error, scope["path"])(scope, receive, send)
+                await response_of(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -257,7 +257,7 @@ class BodyLimit:
         if declared.isdecimal() and int(declared) > body.most:
             if header(scope, b"expect") is None:
                 await body.linger()
-            await response_of(body.too_large(), scope["path"])(scope, receive, send)
+            await response_of(body.too_large(), scope)(scope, receive, send)
             return
         await self._app(scope, body, send)
 

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from moestro.errors import MoestroError, StepFailed
+from moestro.errors import GrammarError, MoestroError, StepFailed
 from moestro.server.call import Call
 from moestro.server.choice import ChoiceText, Piece
 from moestro.server.engine_port import Engine, Stream
 from moestro.server.prometheus import Finished, Metrics
 from moestro.server.reasoning_count import ReasoningCounter
 from moestro.server.tokenizer import Tokenizer
-from moestro.types import Finish, Timing, TokenEvent, TokenLogprobs
+from moestro.types import GRAMMAR_FAULT, Finish, Timing, TokenEvent, TokenLogprobs
 
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
@@ -161,7 +161,7 @@ class Generation:
 
     def _push(self, index: int, event: TokenEvent) -> None:
         if event.finish is Finish.ERROR or event.finish is Finish.ABORT:
-            raise StepFailed(event.error or "The engine ended the request.")
+            raise _failure(event.error, self.call.output.bound_by)
         if event.prompt_logprobs is not None:
             self.prompt_logprobs[index // self.call.n] = event.prompt_logprobs
         if event.timing is not None:
@@ -207,3 +207,12 @@ class Generation:
         self._metrics.finished(finished)
         if self._observer is not None:
             self._observer(index, finished)
+
+
+def _failure(error: str | None, bound_by: str | None) -> MoestroError:
+    """Return what an engine's error is to the client. `bound_by`: where its grammar comes from."""
+    error = error or "The engine ended the request."
+    if not error.startswith(GRAMMAR_FAULT):
+        return StepFailed(error)
+    what = f"'{bound_by}' cannot be followed further" if bound_by else "The grammar cannot go on"
+    return GrammarError(f"{what}: {error.removeprefix(GRAMMAR_FAULT)}.", param=bound_by)

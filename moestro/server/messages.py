@@ -22,7 +22,7 @@ async def prepare_messages(service: Service, body: dict[str, Any], arrived: floa
     """Return the call that a request body asks for. Raises `InvalidRequest` and its kin."""
     chat, names = _chat(validate(MessagesRequest, body), service)
     with called(names):
-        return await prepare_chat(service, chat, arrived, prefix="msg_")
+        return names.call(await prepare_chat(service, chat, arrived, prefix="msg_"))
 
 
 async def count_tokens(request: Request, service: Service) -> Response:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.types import Scope
+
 from moestro.errors import MoestroError
 from moestro.server.wire import event
 
-ROUTE = "/v1/messages"
+ROUTE, MODELS = "/v1/messages", "/v1/models"
+VERSION = b"anthropic-version"
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -23,9 +26,16 @@ KINDS = {
 }
 
 
-def speaks_messages(path: str) -> bool:
-    """Whether a request to this path is answered as the Messages API does, unknown routes too."""
-    return path == ROUTE or path.startswith(ROUTE + "/")
+def speaks_messages(scope: Scope) -> bool:
+    """Whether a request is answered as the Messages API does, unknown routes too.
+
+    The list of models is on a path that both APIs have: Anthropic's clients send their version.
+    """
+    path = scope["path"]
+    if path == ROUTE or path.startswith(ROUTE + "/"):
+        return True
+    shared = path == MODELS or path.startswith(MODELS + "/")
+    return shared and any(name == VERSION for name, _ in scope["headers"])
 
 
 def body_of(message: str, status: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 import moestro
 from moestro.errors import NotFound
+from moestro.server import messages_models
+from moestro.server.messages_problems import speaks_messages
 from moestro.server.prometheus import CONTENT_TYPE
 from moestro.server.service import Service
 from moestro.server.wire import reply
@@ -33,8 +35,10 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-async def models(_request: Request, service: Service) -> Response:
+async def models(request: Request, service: Service) -> Response:
     """List the served names."""
+    if speaks_messages(request.scope):
+        return reply(messages_models.page(service, request.query_params))
     data = [model_object(service, name) for name in service.settings.served_model_names]
     return reply({"object": "list", "data": data})
 
@@ -44,7 +48,10 @@ async def model(request: Request, service: Service) -> Response:
     id: str = request.path_params["id"]
     if not id:
         raise NotFound("No such route.")
-    return reply(model_object(service, service.model_name(id)))
+    name = service.model_name(id)
+    if speaks_messages(request.scope):
+        return reply(messages_models.entry(service, name))
+    return reply(model_object(service, name))
 
 
 async def health(_request: Request, service: Service) -> Response:

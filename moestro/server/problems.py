@@ -7,6 +7,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from moestro.errors import (
     BadKey,
@@ -36,13 +37,13 @@ def body_of(error: MoestroError) -> dict[str, Any]:
     return _body(error.message, error.kind, error.param, error.code)
 
 
-def response_of(error: MoestroError, path: str = "") -> Response:
+def response_of(error: MoestroError, scope: Scope | None = None) -> Response:
     """Return the reply for an error that comes before anything was streamed.
 
-    `path`: the request's, since the Messages routes spell errors their own way.
+    `scope`: the request's, since the Messages API spells errors its own way.
     """
     body = body_of(error)
-    if speaks_messages(path):
+    if scope is not None and speaks_messages(scope):
         body = messages_problems.body_of(error.message, error.status)
     return reply(body, error.status, _headers(error))
 
@@ -53,14 +54,14 @@ def event_of(error: MoestroError) -> str:
     return f"data: {dump(body)}\n\n"
 
 
-def response_of_http(exc: HTTPException, path: str = "") -> Response:
+def response_of_http(exc: HTTPException, scope: Scope | None = None) -> Response:
     """Return the reply for what the router refuses: unknown paths and wrong methods."""
     kind = KINDS.get(exc.status_code, "invalid_request_error")
     message = {404: "No such route.", 405: "This route does not take that method."}
     text = message.get(exc.status_code, str(exc.detail))
     headers = dict(exc.headers) if exc.headers else None
     body = _body(text, kind, None, None)
-    if speaks_messages(path):
+    if scope is not None and speaks_messages(scope):
         body = messages_problems.body_of(text, exc.status_code)
     return reply(body, exc.status_code, headers)
 
@@ -68,9 +69,9 @@ def response_of_http(exc: HTTPException, path: str = "") -> Response:
 async def handle(request: Request, exc: Exception) -> Response:
     """Answer an exception that reached the router. Registered for the two kinds it knows."""
     if isinstance(exc, MoestroError):
-        return response_of(exc, request.scope["path"])
+        return response_of(exc, request.scope)
     assert isinstance(exc, HTTPException)
-    return response_of_http(exc, request.scope["path"])
+    return response_of_http(exc, request.scope)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | int | None) -> dict[str, Any]:

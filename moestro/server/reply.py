@@ -163,7 +163,8 @@ class TokenStream(EventSourceResponse):
         if self._since:  # a keep-alive comment behind a piece that is not taken: that one counts
             await send(message)
             return
-        self._sender = asyncio.current_task()
+        if self._sender is None:  # one task sends all pieces
+            self._sender = asyncio.current_task()
         self._since = time.monotonic()
         try:
             await send(message)

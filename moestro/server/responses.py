@@ -29,7 +29,8 @@ async def prepare_responses(service: Service, body: dict[str, Any], arrived: flo
     request = validate(ResponsesRequest, body)
     messages, origins = messages_of(request.input, request.instructions)
     chat = chat_body(request, messages, service.unknown)
-    with called(names_of(origins)):
+    names = names_of(origins)
+    with called(names):
         call = await prepare_chat(service, chat, arrived, prefix="resp_")
     if call.output.logprobs is not None and call.output.format is not None:
         raise InvalidRequest(
@@ -37,7 +38,7 @@ async def prepare_responses(service: Service, body: dict[str, Any], arrived: flo
             "apart from the text.",
             param="include",
         )
-    return replace(call, shown=_shown(request, call))
+    return replace(names.call(call), shown=_shown(request, call))
 
 
 def _shown(request: ResponsesRequest, call: Call) -> Fields:

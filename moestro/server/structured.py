@@ -15,6 +15,7 @@ import msgspec
 
 from moestro.errors import InvalidRequest
 from moestro.server.schema import GenerationRequest
+from moestro.server.structured_tags import tags_text
 
 MOST_TEXT = 128 * 1024  # characters of a schema, an expression or a grammar
 MOST_GBNF = 16 * 1024  # its conversion is slow
@@ -30,7 +31,7 @@ class Constraint:
     `lenient`: keywords of a schema that cannot be enforced do not count.
     """
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "tags"]
     text: str
     param: str
     lenient: bool = False
@@ -139,7 +140,25 @@ def _response_format(value: Any, param: str) -> Constraint | None:
         return _json(ANY_OBJECT, param) if schema is None else _json(schema, f"{param}.schema")
     if kind == "json_schema":
         return _json_schema(value, param)
-    raise _wrong(f"{param}.type", "must be 'text', 'json_object' or 'json_schema'")
+    if kind == "structural_tag":
+        return _structural_tag(value, param)
+    kinds = "'text', 'json_object', 'json_schema' or 'structural_tag'"
+    raise _wrong(f"{param}.type", f"must be {kinds}")
+
+
+def _structural_tag(value: Any, param: str) -> Constraint:
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(_bounded(value, param))
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            raise _wrong(param, "is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise _wrong(param, "must be an object")
+    _known(value, param, ("type", "structures", "triggers"))
+    if value.get("type", "structural_tag") != "structural_tag":
+        raise _wrong(f"{param}.type", "must be 'structural_tag'")
+    text = tags_text(value, param, lambda schema, at: _json(schema, at).text)
+    return Constraint("tags", _bounded(text, param), param)
 
 
 def _json_schema(value: Mapping[str, Any], param: str) -> Constraint:
@@ -190,6 +209,7 @@ STRUCTURED: Mapping[str, Read] = {
     "choice": _choice,
     "grammar": _grammar,
     "json_object": _json_object,
+    "structural_tag": _structural_tag,
 }
 # request field -> how it is read; the names are OpenAI's, vLLM's, SGLang's and llama.cpp's
 SOURCES: Mapping[str, Read] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -77,6 +77,15 @@ class Problem:
     param: str
 
 
+@dataclass(slots=True)
+class _Making:
+    """A grammar on its way. `wanted`: how many requests wait for it."""
+
+    work: Future[Grammar | Problem]
+    result: asyncio.Future[Grammar | Problem]  # the same, for the event loop
+    wanted: int = 0
+
+
 class Grammars:
     """Makes grammars. `special`: see `structured_lark.SpecialId`. Close it to end its threads."""
 
@@ -93,7 +102,7 @@ class Grammars:
         self._waiting = waiting
         self._seconds = seconds
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="moestro-grammar")
-        self._making: dict[Plan, asyncio.Future[Grammar | Problem]] = {}
+        self._making: dict[Plan, _Making] = {}
         self._known: OrderedDict[Plan, Grammar] = OrderedDict()
         self._characters = 0
 
@@ -115,24 +124,32 @@ class Grammars:
         self._check.close()
 
     async def _made(self, plan: Plan) -> Grammar | Problem:
-        future = self._making.get(plan)
-        if future is None:
-            if len(self._making) >= self._waiting:
-                raise QueueFull(f"{self._waiting} grammars are being compiled; try again later.")
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(self._pool, self._make, plan)
-            self._making[plan] = future
-            future.add_done_callback(lambda done: self._done(plan, done))
+        making = self._making.get(plan) or self._begin(plan)
+        making.wanted += 1
         try:
             # Who leaves or is late does not stop it: others may wait for the same grammar.
             async with asyncio.timeout(self._seconds):
-                return await asyncio.shield(future)
+                return await asyncio.shield(making.result)
         except TimeoutError:
-            param = plan.answer.param if plan.answer is not None else "tools"
-            return Problem(f"'{param}' took more than {self._seconds:g} s to compile.", param)
+            took = f"'{plan.param}' took more than {self._seconds:g} s to compile."
+            return Problem(took, plan.param)
+        finally:
+            making.wanted -= 1
+            if not making.wanted and making.work.cancel():  # it had not begun
+                del self._making[plan]
+
+    def _begin(self, plan: Plan) -> _Making:
+        if len(self._making) >= self._waiting:
+            raise QueueFull(f"{self._waiting} grammars are being compiled; try again later.")
+        work = self._pool.submit(self._make, plan)
+        making = self._making[plan] = _Making(work, asyncio.wrap_future(work))
+        making.result.add_done_callback(lambda done: self._done(plan, done))
+        return making
 
     def _done(self, plan: Plan, future: asyncio.Future[Grammar | Problem]) -> None:
-        del self._making[plan]
+        making = self._making.get(plan)
+        if making is not None and making.result is future:
+            del self._making[plan]
         if future.cancelled() or future.exception() is not None:
             return
         made = future.result()

@@ -11,6 +11,7 @@ from moestro.errors import InvalidRequest
 from moestro.server.reasoning import Marks
 from moestro.server.structured import Constraint
 from moestro.server.structured_lark import Lark, SpecialId
+from moestro.server.structured_tags import tags_rule
 from moestro.server.tools_grammar import needed, within_text
 from moestro.server.tools_harmony_grammar import harmony_grammar
 from moestro.server.tools_rules import Calls
@@ -32,6 +33,11 @@ class Plan:
     opened: bool = False
     harmony: bool = False
 
+    @property
+    def param(self) -> str:
+        """The field to name when something is wrong with the whole."""
+        return self.answer.param if self.answer is not None else "tools"
+
     def __bool__(self) -> bool:
         return self.answer is not None or self.calls is not None
 
@@ -40,7 +46,8 @@ def grammar_of(plan: Plan, special: SpecialId) -> Grammar:
     """Return the grammar. Raises `InvalidRequest` for what cannot be written as one."""
     answer = plan.answer
     alone = plan.calls is None and plan.marks is None and not plan.harmony
-    if answer is not None and alone and not answer.lenient:  # a schema by itself is always strict
+    # By itself a schema is always strict.
+    if answer is not None and alone and answer.kind != "tags" and not answer.lenient:
         if answer.kind == "gbnf":
             return Grammar("lark", _converted(answer))
         return Grammar(answer.kind, answer.text)
@@ -71,6 +78,8 @@ def _embedded(lark: Lark, answer: Constraint) -> str:
     """Return the name of a rule for a constraint."""
     if answer.kind == "json_schema":
         return lark.json(answer.text)
+    if answer.kind == "tags":
+        return tags_rule(lark, answer.text)
     if answer.kind == "regex":
         return lark.rule(f"/{regex_to_lark(answer.text, 'd')}/")
     text = _converted(answer) if answer.kind == "gbnf" else answer.text

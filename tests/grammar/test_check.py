@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from moestro.errors import GrammarError, Unavailable
-from moestro.grammar import trial
+from moestro.grammar import trial, walk
 from moestro.grammar.check import check
-from moestro.grammar.compiler import Compiler
+from moestro.grammar.compiler import Compiler, compile_grammar
 from moestro.grammar.vocabulary import Vocabulary
 from moestro.types import Grammar
 from tests.grammar.conftest import SIZE, allowed, ids
@@ -27,6 +28,38 @@ ENDLESS = [
         + "]}",
     ),
 ]  # fmt: skip
+
+
+TWICE = "(a|aa){1000}{1000}b"  # compiles, and has no mask after the first token
+BREAKING = [
+    Grammar("regex", TWICE),
+    Grammar("regex", f"(x|y)*{TWICE}"),
+    Grammar("lark", f"start: x x\nx: /{TWICE}/"),
+    Grammar("lark", 'start: a~1000 "b"\na: b~1000\nb: "a" | "aa"'),
+    Grammar("json_schema", json.dumps({"type": "string", "pattern": f"^{TWICE}$"})),
+    Grammar(
+        "json_schema",
+        json.dumps({"properties": {"x": {"pattern": f"^{TWICE}$", "type": "string"}},
+                    "type": "object", "required": ["x"], "additionalProperties": False}),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("grammar", BREAKING, ids=range(len(BREAKING)))
+def test_one_that_breaks_after_a_few_tokens_is_refused(
+    vocabulary: Vocabulary, grammar: Grammar
+) -> None:
+    with pytest.raises(GrammarError, match=r"cannot be used: (lexer|parser) error: "):
+        check(grammar, vocabulary)
+
+
+def test_one_that_is_slow_at_every_token_is_refused(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile_grammar(Grammar("regex", "a{9}b"), vocabulary.tokens)
+    assert walk.walk(compiled, vocabulary.tokens) is None
+    monkeypatch.setattr(walk, "SLOW", 1e-9)
+    assert "for each token" in (walk.walk(compiled, vocabulary.tokens) or "")
 
 
 def test_good_and_bad_ones_in_one_process(vocabulary: Vocabulary) -> None:

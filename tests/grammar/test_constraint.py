@@ -9,7 +9,7 @@ import pytest
 
 from moestro.grammar.constraint import NO_TOKEN, REFUSED, Constraint
 from moestro.grammar.matcher import Matcher
-from moestro.types import SamplingParams
+from moestro.types import GRAMMAR_FAULT, SamplingParams
 from tests.grammar.conftest import SIZE, TEXT, allowed, blank, ids
 from tests.oracle.vocabulary import EOS, TURN
 
@@ -73,7 +73,8 @@ def test_an_end_that_the_grammar_asks_for_itself(make: Make) -> None:
     walk.say(TURN)
     inside = Walk(make("lark", "start: /a/ <|im_start|> /b/"), stop_token_ids=(TURN,))
     inside.say(A)
-    assert inside.constraint.allow_into(blank(), 1) == NO_TOKEN, "it would end too early"
+    fault = inside.constraint.allow_into(blank(), 1)
+    assert fault == GRAMMAR_FAULT + NO_TOKEN, "it would end too early"
 
 
 def test_min_tokens_until_nothing_else_is_allowed(make: Make) -> None:
@@ -88,7 +89,7 @@ def test_a_dead_grammar_says_so_and_allows_all(make: Make) -> None:
     walk = Walk(make("lark", f"start: /a/ <[{len(TEXT)}]>"))  # the model has no such token
     walk.say(A)
     row = blank()
-    assert walk.constraint.allow_into(row, 1) == NO_TOKEN
+    assert walk.constraint.allow_into(row, 1) == GRAMMAR_FAULT + NO_TOKEN
     assert allowed(row) == ALL
 
 
@@ -119,4 +120,4 @@ def test_nothing_at_all(make: Make, ends: tuple[int, ...]) -> None:
     if ends:
         assert walk.may() == {EOS}
     else:
-        assert walk.constraint.allow_into(blank(), 0) == NO_TOKEN
+        assert walk.constraint.allow_into(blank(), 0) == GRAMMAR_FAULT + NO_TOKEN

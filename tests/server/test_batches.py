@@ -473,7 +473,7 @@ async def opened(server: Server, count: int) -> None:
 
 
 async def completed(
-    server: Server, client: openai.AsyncOpenAI, batch: Batch, least: int, patience: int = 5
+    server: Server, client: openai.AsyncOpenAI, batch: Batch, least: int, patience: int = 30
 ) -> int:
     """Let the engine go on until so many requests are done; how many are then."""
     for _ in range(patience):

@@ -7,10 +7,12 @@ import contextlib
 import json
 import socket
 import struct
+import threading
 from typing import Any
 
 import pytest
 
+from moestro.types import Grammar
 from tests.server.conftest import Make, Server
 from tests.server.test_streams import opened
 
@@ -81,13 +83,62 @@ async def test_case_40_leaving_at_the_finish_line(listen: Make, stream: bool) ->
             await server.idle(1)
 
 
-async def test_leaving_during_tokenization_opens_nothing(listen: Make) -> None:
+async def test_case_i_leaving_during_tokenization_opens_nothing(listen: Make) -> None:
     async with listen("x", engine={"manual": True}) as server:
         _, writer = await connect(server, {"prompt": "word " * 200_000})
         await asyncio.sleep(0.1)
         writer.close()
         await server.idle(1)
         assert server.engine.opened == []
+
+
+class Gate:
+    """Grammars compile when it is opened; names those that began."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.begun: list[str] = []
+
+    def __call__(self, grammar: Grammar) -> None:
+        self.begun.append(grammar.text)
+        assert self.open.wait(20)
+
+    def close(self) -> None:
+        self.open.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", [close, reset])
+async def test_case_i_leaving_while_a_grammar_is_compiled(
+    listen: Make, stream: bool, leave: Any
+) -> None:
+    """Nothing reaches the engine, what had not begun never does, a neighbour hears nothing of it.
+
+    The engine's part of the same: `test_leaving_while_a_grammar_is_compiled_leaves_nothing`.
+    """
+    gate = Gate()
+    async with listen("y" * 300, engine={"delay": 0.001}, check=gate) as server:
+        grammars = server.app.state.service.grammars
+        neighbour = asyncio.create_task(server.complete_events(max_tokens=250))
+        await opened(server, 1)
+        asked = [
+            await connect(server, {"prompt": "x", "stream": stream, "n": 2, "regex": f"{n}"})
+            for n in range(5)
+        ]
+        while len(grammars._making) < 5 or len(gate.begun) < 2:  # of its two threads
+            await asyncio.sleep(0.001)
+        for _, writer in asked:
+            leave(writer)
+        while len(grammars._making) > 2:
+            await asyncio.sleep(0.001)
+        assert (await neighbour).text() == "y" * 250
+        await server.idle(1)
+        gate.open.set()
+        while grammars._making:
+            await asyncio.sleep(0.001)
+        assert sorted(gate.begun) == ["0", "1"]
+        assert len(server.engine.opened) == 1
+        assert (await server.complete(regex="2", max_tokens=3)).status_code == 200
 
 
 async def test_leaving_with_half_a_body_opens_nothing(
@@ -133,7 +184,7 @@ def ask(sock: socket.socket, fields: dict[str, Any]) -> None:
 WIDE = {"prompt": "x", "logprobs": 20, "max_tokens": 4000, "ignore_eos": True}
 
 
-async def test_a_slow_reader_is_given_up_and_delays_nobody(
+async def test_case_i_a_slow_reader_is_given_up_and_delays_nobody(
     listen: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -157,7 +208,7 @@ async def test_a_slow_reader_is_given_up_and_delays_nobody(
         assert "took nothing for 0.5 s" in caplog.text
 
 
-async def test_a_slow_reader_gets_everything_when_it_goes_on(listen: Make) -> None:
+async def test_case_i_a_slow_reader_gets_everything_when_it_goes_on(listen: Make) -> None:
     async with listen("z", engine={"per_step": 4}, small_buffers=True) as server:
         sock = small_window(server.port)
         ask(sock, {**WIDE, "max_tokens": 1500})

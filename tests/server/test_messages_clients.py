@@ -134,6 +134,29 @@ async def test_errors_become_the_right_exceptions(server: Server, client: AsyncA
         check(await other.messages.create(**FIELDS))
 
 
+async def test_the_models(server: Server, client: AsyncAnthropic) -> None:
+    listed = [model async for model in client.models.list(limit=1)]
+    assert [model.id for model in listed] == ["tiny", "org/tiny"]
+    first = await client.models.list()
+    assert (first.first_id, first.last_id, first.has_more) == ("tiny", "org/tiny", False)
+    back = await client.models.list(before_id="org/tiny")
+    assert [model.id for model in back.data] == ["tiny"]
+    assert (await client.models.list(lifecycle=["retired"])).data == []
+    found = await client.models.retrieve("org/tiny")
+    assert found == listed[1]
+    assert (found.type, found.display_name, found.lifecycle) == ("model", "org/tiny", "active")
+    assert (found.max_input_tokens, found.created_at.year >= 2024) == (4096, True)
+    with pytest.raises(anthropic.NotFoundError, match="not served here") as unknown:
+        await client.models.retrieve("nope")
+    assert unknown.value.request_id is not None
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"after_id": "nope"}):
+        with pytest.raises(anthropic.BadRequestError, match=f"'{next(iter(wrong))}'"):
+            await client.models.list(**wrong)  # type: ignore[arg-type]
+    async with AsyncAnthropic(base_url=root(server), api_key="no", max_retries=0) as other:
+        with pytest.raises(anthropic.AuthenticationError):
+            await other.models.list()
+
+
 async def test_a_failing_stream_raises(server: Server, client: AsyncAnthropic) -> None:
     server.engine.fail_next = "the step failed"
     stream = await client.messages.create(**FIELDS, stream=True)

@@ -11,12 +11,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from moestro.errors import GrammarError
-from moestro.types import Grammar
+from moestro.types import GRAMMAR_FAULT, Grammar
 from tests.fakes import byte_tokenizer
 from tests.server.asking import refused, sampled
 from tests.server.conftest import Make
 from tests.server.grammars import Library
 
+HI = [{"role": "user", "content": "hi"}]
 SPACE = {"whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,40}"}
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -138,12 +139,29 @@ def test_white_space_is_bounded(library: Library) -> None:
         assert found is None or set(json.loads(found)) <= {"a", "b"}
 
 
+def tags(*more: Any, triggers: Any = ("<f=",)) -> dict[str, Any]:
+    structures = [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}, *more]
+    return {"response_format": {"type": "structural_tag", "structures": structures,
+                                "triggers": list(triggers)}}  # fmt: skip
+
+
 DEEP: dict[str, Any] = {}
 for _ in range(200):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {}}, "response_format.type", "json_schema"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_object"),
+    ({"response_format": {"type": "odd"}}, "response_format.type", "json_object"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.triggers", "1 to 64"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {}}},
+        "response_format.format",
+        "not",
+    ),
+    (tags(triggers=["<x"]), "response_format.structures.0.begin", "one of the triggers"),
+    (tags(triggers=["<f=", "<f=a"]), "response_format.structures.0.begin", "not 2"),
+    (tags(triggers=["<f=", "<x"]), "response_format.triggers.1", "none of the structures"),
+    (tags({"begin": "<f=a>", "schema": {}}), "response_format.structures.1", "'end'"),
+    (tags({"begin": "<f=b>", "schema": {"type": "foo"}, "end": ""}), "response_format", "foo"),
     (
         {"response_format": {"type": "json_schema"}},
         "response_format.json_schema.schema",
@@ -173,7 +191,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "text"}, "response_format", "object"),
     ({"structured_outputs": {}}, "structured_outputs", "choice"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "JSON"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", ".json'"),
     ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "true or false"),
     ({"structural_tag": {}}, "structural_tag", "response_format"),
@@ -214,6 +232,62 @@ async def test_case_33_bad_grammars_are_refused(
             assert error["param"] == param
             assert param.rpartition(".")[0] in error["message"]
             assert word in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "regex": "a+"}, "regex"),
+        ("/v1/completions", {"prompt": "x", "guided_json": SCHEMA}, "guided_json"),
+        ("/v1/responses", {"input": "x", "text": {"format": NAMED | {"type": "json_schema"}}},
+         "text.format.schema"),
+    ],
+)  # fmt: skip
+async def test_case_33_a_grammar_that_fails_later_ends_its_request_alone(
+    make: Make, path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    """It is the request's fault, and said so: no client tries it again."""
+    async with make("y" * 20, engine={"manual": True}) as server:
+        neighbour = asyncio.create_task(server.complete_events(max_tokens=9))
+        asked = asyncio.create_task(server.post(path, {**fields, "stream": stream}))
+        while len(server.engine.opened) < 2:
+            await asyncio.sleep(0)
+        server.engine.step()
+        bound = next(r for r in server.engine.opened if r.sampling.grammar is not None)
+        server.engine.end(bound.id, GRAMMAR_FAULT + "too many states")
+        response = await asked
+        while not neighbour.done():
+            server.engine.step()
+            await asyncio.sleep(0)
+        assert (await neighbour).text() == "y" * 9
+        assert response.status_code == (200 if stream else 400)
+        assert f"'{param}' cannot be followed further: too many states." in response.text
+        dialect = stream and path == "/v1/responses"  # which has a list of codes
+        assert ("invalid_prompt" if dialect else "invalid_grammar") in response.text
+        if not stream:
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+async def test_structural_tags_hold_what_begins_like_them(make: Make, library: Library) -> None:
+    chars = {"begin": "<f=b>", "schema": {"type": "integer"}, "end": ""}
+    turn = {"begin": "<|im_start|>", "schema": {"type": "boolean"}, "end": "!"}  # a special token
+    fields = tags(chars, turn, triggers=["<f=", "<|im_start|>"])
+    texts = ['plain < f> {"b"', 'so <f=a>{"b": 7}</f> and <f=b>12 <f=b>3', "<|im_start|>true!"]
+    wrong = ['<f=a>{"b": "x"}</f>', "<f=c>", "<f=a>x", "<|im_start|>7", "<f=b>x", "<f=a>{}"]
+    async with make("x", template=THINKING) as server:
+        for path in ("chat", "complete"):
+            grammar = (await sampled(server, path, **fields)).grammar
+            assert grammar is not None
+            assert [library.accepts(grammar, text) for text in texts] == [True] * len(texts)
+            assert [library.accepts(grammar, text) for text in wrong] == [False] * len(wrong)
+        thought = (await sampled(server, "chat", **fields)).grammar
+        assert thought is not None
+        assert library.accepts(thought, f"<think>hm 7</think>{texts[1]}")
+        as_text = json.dumps(fields["response_format"])
+        plain = await sampled(server, "complete", structured_outputs={"structural_tag": as_text})
+        assert plain.grammar == grammar
 
 
 async def test_case_33_deep_and_recursive_schemas(make: Make, library: Library) -> None:
