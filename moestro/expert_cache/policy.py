@@ -24,6 +24,8 @@ class Policy(Protocol):
     name: str
     wants_sequences: bool = False  # `observe` and `finish` are called
     wants_gates: bool = False  # `touch` gets gate probabilities
+    records: bool = False  # what it learned is saved even where nobody named a file
+    steady: bool = False  # keeps the best part of a working set that cannot fit, by itself
 
     def touch(
         self, layer: int, experts: Ints, counts: Ints, gates: Floats | None, clock: int
@@ -52,6 +54,13 @@ class Policy(Protocol):
 
     def observe(self, sequences: Sequence[str], layer: int, ids: Ints, row_of: Ints) -> None:
         """Routing of one layer, ids [rows, top_k]; row t is of `sequences[row_of[t]]`."""
+
+    def observe_pass(self, sequences: Sequence[str], ids: Ints) -> None:
+        """The same for a whole decode pass, before `touch_pass`: ids [layers, rows, top_k], row t
+        of `sequences[t]`."""
+        rows = np.arange(len(sequences))
+        for layer, routed in enumerate(ids):
+            self.observe(sequences, layer, routed, rows)
 
     def finish(self, sequence: str) -> None:
         """No more rows of this sequence will come. Harmless for one that was never seen."""

@@ -5,13 +5,13 @@ transfers or what a policy has learned. No torch. One thread uses it.
 
 **Admission.** A missing expert takes a free slot if there is one. Otherwise it takes the slot of
 the first victim in the policy's order, if the policy admits it, among the slots that hold an
-expert which this layer does not want and nobody has pinned. Two rules hold whatever the policy:
+expert which this layer does not want and nobody has pinned. Two rules are above the policy:
 
 1. *Crowded*: when the last pass over the layers, or the present one so far, wants more experts
    than there are slots, an expert used in either of these two passes is no victim. A working set
    that cannot fit thus keeps the part of it that is resident (a cyclic scan of W experts over C
    slots hits C / W, where plain LRU hits nothing), while experts that fell out of use are still
-   replaced.
+   replaced. A `steady` policy does better by itself, and is left to it.
 2. *Sweep*: prompt tokens want most experts of every layer once. Whatever rule 1 says, experts of
    these two passes are no victims, and a layer admits only its busiest experts, as many as its
    share of the slots. A prompt thus neither flushes the decode working set nor fills the slots
@@ -63,6 +63,7 @@ class Residency:
         self.table = SlotTable(layers, experts, slots, staging)
         self.clock = 0
         self.evictions = 0
+        self._complete = self.table.cache_slots >= layers * experts
         self._share = -(-self.table.cache_slots // layers)
         self._sweeping = False
         self._used = np.full(layers * experts, _NEVER, np.int64)  # pass of the last use
@@ -83,6 +84,11 @@ class Residency:
             if len(kept):
                 policy.touch_pass(kept, np.ones(len(kept), np.int64), self.clock)
         self.policy = policy
+
+    @property
+    def learning(self) -> bool:
+        """The policy is told of uses. Where everything fits, a steady one has nothing to decide."""
+        return not (self.policy.steady and self._complete)
 
     @property
     def crowded(self) -> bool:
@@ -122,7 +128,8 @@ class Residency:
             self._wanted += len(experts)
         used[experts] = clock
         shares = None if gates is None else gates[experts]
-        self.policy.touch(layer, experts, counts[experts], shares, clock)
+        if self.learning:
+            self.policy.touch(layer, experts, counts[experts], shares, clock)
         return experts, self.table.rows[layer][experts]
 
     def want_all(self, counts: Ints) -> Ints:
@@ -132,7 +139,8 @@ class Residency:
         self._visited = [self.clock] * self.layers
         self._wanted = len(keys)
         self._used[keys] = self.clock
-        self.policy.touch_pass(keys, counts[keys], self.clock)
+        if self.learning:
+            self.policy.touch_pass(keys, counts[keys], self.clock)
         return np.bincount(keys // self.experts, minlength=self.layers)
 
     def idle(self, keys: Ints, passes: int) -> Bools:
@@ -192,7 +200,7 @@ class Residency:
         keys = self.table.owner[slots]
         owners, experts = np.divmod(keys, self.experts)
         spare = (owners != layer) | (counts[experts] == 0)
-        if self._sweeping or self.crowded:
+        if self._sweeping or (self.crowded and not self.policy.steady):
             spare &= self.clock - self._used[keys] >= _IDLE
         slots, keys = slots[spare], keys[spare]
         if not len(slots):

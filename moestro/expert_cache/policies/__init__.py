@@ -17,6 +17,7 @@ from moestro.expert_cache.policies.lfu import Lfu
 from moestro.expert_cache.policies.lru import Lru
 from moestro.expert_cache.policies.lru_frequency import LruFrequency
 from moestro.expert_cache.policies.pinned import Pinned
+from moestro.expert_cache.policies.predictive import Predictive
 from moestro.expert_cache.policies.score import Score
 from moestro.expert_cache.policy import Policy
 
@@ -43,7 +44,7 @@ def _factory(kind: Callable[..., Policy], name: str) -> Factory:
 
 POLICIES: Mapping[str, Factory] = {
     kind.name: _factory(kind, kind.name)
-    for kind in (Lru, Lfu, LruFrequency, Score, ActivationAware, Pinned)
+    for kind in (Lru, Lfu, LruFrequency, Score, ActivationAware, Pinned, Predictive)
 }
 
 

@@ -31,6 +31,7 @@ class ActivationAware(Policy):
 
     name = "activation_aware"
     wants_sequences = True
+    records = True
 
     def __init__(self, layers: int, experts: int, *, capacity: int = 128) -> None:
         if capacity < 1:
