@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt moestro/kernels/csrc/decode.cpp
+$(STAMP): pyproject.toml constraints.txt $(wildcard moestro/kernels/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Moestro needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	  "Name another one: make install PYTHON=python3.12"; exit 1; }

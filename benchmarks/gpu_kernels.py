@@ -244,7 +244,7 @@ def small_rows(sizes: Sizes, batch: int) -> Iterator[Row]:
     """Router, norm, rotary, combine; 32 heads on 4 of 128."""
     h, g, d = 32, 4, 128
     x, residual, out = (random(batch, sizes.hidden) for _ in range(3))
-    weight, head = random(sizes.hidden), random(d)
+    by, head = norm.Norm(random(sizes.hidden), 1e-6), random(d)
     logits = random(batch, sizes.experts)
     real = torch.tensor([batch], dtype=torch.int32, device=DEVICE)
     weights = torch.full((batch, sizes.k), 0.1, device=DEVICE)
@@ -259,11 +259,8 @@ def small_rows(sizes: Sizes, batch: int) -> Iterator[Row]:
             partial(router.softmax_topk, logits, real, sizes.k, True, weights=weights, ids=ids),
             logits.nbytes,
         ),
-        "rms_norm": (partial(norm.rms_norm, x, weight, 1e-6, out=out), 2 * x.nbytes),
-        "add_rms_norm": (
-            partial(norm.add_rms_norm, x, residual, weight, 1e-6, out=out),
-            4 * x.nbytes,
-        ),
+        "norm": (partial(norm.apply_norm, x, by, out=out), 2 * x.nbytes),
+        "add_norm": (partial(norm.add_norm, x, residual, by, out=out), 4 * x.nbytes),
         "rotary": (
             partial(
                 rotary.qk_norm_rope_write, qkv, at, at, inverse, pool, 0, h, g, d,
@@ -272,7 +269,7 @@ def small_rows(sizes: Sizes, batch: int) -> Iterator[Row]:
             2 * qkv.nbytes,
         ),
         "combine": (
-            partial(combine.combine, z, weights, residual, weight, 1e-6, out=out),
+            partial(combine.combine, z, weights, residual, by, out=out),
             z.nbytes + 3 * x.nbytes,
         ),
     }  # fmt: skip

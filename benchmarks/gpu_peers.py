@@ -29,7 +29,7 @@ from moestro.config import Config
 from moestro.engine.build import build_engine
 from moestro.engine.engine import Engine
 from moestro.engine.synthetic import Synthetic
-from moestro.types import Request, SamplingParams
+from moestro.types import Request, SamplingParams, TokenEvent
 
 VOCAB = 32_000
 MEMORY = 4.18e12  # bytes a second, read and written, of a copy on the device (`moestro bench link`)
@@ -89,15 +89,20 @@ def stranger(engine: Engine, tokens: int, streams: int) -> str:
     )
     arrived = last = time.perf_counter()
     meanwhile: list[float] = []
-    while True:
-        events = engine.step()
-        now = time.perf_counter()
+
+    def seen(events: list[TokenEvent]) -> None:
+        nonlocal last
         if any(event.id.startswith("live") for event in events):
+            now = time.perf_counter()
             meanwhile.append(now - last)
             last = now
+
+    while True:
+        events = engine.step(hand_out=seen)
+        seen(events)
         if any(event.id == "stranger" for event in events):
             break
-    beside = now - arrived
+    beside = time.perf_counter() - arrived
     for number in range(streams):
         engine.abort(f"live-{number}")
     while not engine.idle:
@@ -133,18 +138,22 @@ def decode(
         if arguments.busy and seen == warm + steps:
             worked = busy(engine, 20)
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    fetched = (after.misses - before.misses) / max(1, len(times) - 1)
-    used = fetched + (after.hits - before.hits) / max(1, len(times) - 1)
+    missed = (after.misses - before.misses) / max(1, len(times) - 1)
+    computed = (after.computed - before.computed) / max(1, len(times) - 1)
+    fetched = missed - computed
+    used = missed + (after.hits - before.hits) / max(1, len(times) - 1)
     exposed = (after.exposed_seconds - before.exposed_seconds) / max(1, len(times) - 1)
     return {
         "streams": streams,
         "ms": 1e3 * median(gaps),
         "mean_ms": 1e3 * mean(gaps),
         "tokens_s": streams / mean(gaps),
+        "p90_ms": 1e3 * sorted(gaps)[int(0.9 * len(gaps))],
         "fetched": fetched,
+        "computed": computed,
         "used": used,
-        "GB": fetched * shape.blob / 1e9,
-        "GB_s": fetched * shape.blob / 1e9 / max(exposed, 1e-9),
+        "GB": missed * shape.blob / 1e9,
+        "GB_s": missed * shape.blob / 1e9 / max(exposed, 1e-9),
         "exposed_ms": 1e3 * exposed,
         "busy": worked,
     }
@@ -178,6 +187,8 @@ def main() -> int:
     parser.add_argument("--stranger", type=int, help="tokens of a prompt beside 8 streams")
     parser.add_argument("--sweep-tokens", type=int, default=8192)
     parser.add_argument("--policy", default="lru_frequency")
+    parser.add_argument("--cpu-experts", choices=["auto", "on", "off"], default="auto")
+    parser.add_argument("--cpu-threads", type=int)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     arguments = parser.parse_args()
@@ -196,7 +207,7 @@ def against(shape: Shape, one: dict[str, float], floors: dict[float, float]) -> 
     streams = int(one["streams"])
     needs = shape.touched(streams, one["used"]) / MEMORY
     text = f"{one['ms'] / 1e3 / needs:.2f} x what the memory needs"
-    if not one["fetched"]:
+    if not one["GB"]:
         floors[streams] = one["ms"]
     elif streams in floors:
         fetch = one["ms"] - floors[streams]
@@ -223,6 +234,8 @@ def run(
         max_model_len=32768,
         host_memory=shape.layers * shape.experts * shape.blob,
         expert_policy=arguments.policy,
+        cpu_experts=arguments.cpu_experts,
+        cpu_expert_threads=arguments.cpu_threads,
         enable_prefix_caching=False,
         trace=arguments.trace,
         max_sweep_tokens=arguments.sweep_tokens,
@@ -237,8 +250,9 @@ def run(
     for streams in arguments.streams:
         one = decode(engine, shape, streams, arguments, f"{resident}")
         print(
-            "  {streams:.0f} streams: step {ms:.3f} ms (mean {mean_ms:.3f}), {tokens_s:.0f} tok/s, "
-            "{used:.0f} experts, {fetched:.1f} fetched = {GB:.3f} GB in {exposed_ms:.2f} ms "
+            "  {streams:.0f} streams: step {ms:.3f} ms (mean {mean_ms:.3f}, p90 {p90_ms:.3f}), "
+            "{tokens_s:.0f} tok/s, {used:.0f} experts, {fetched:.1f} fetched and {computed:.1f} "
+            "computed on the CPU = {GB:.3f} GB in {exposed_ms:.2f} ms "
             "({GB_s:.1f} GB/s); ".format(**one)
             + against(shape, one, floors),
             flush=True,

@@ -14,15 +14,25 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moestro.config_values import AutoCount, AutoSize, JsonObject, Name, Names, Origins, Size
+from moestro.config_values import (
+    ENV_PREFIX,
+    AutoCount,
+    AutoSize,
+    JsonObject,
+    Name,
+    Names,
+    Origins,
+    Size,
+    shortened,
+    spelled,
+)
 from moestro.errors import ConfigError
 
-ENV_PREFIX = "MOESTRO_"
 PRESETS = Path(__file__).parent / "configs"
 
 MULTIPLE = frozenset({"served_model_name", "api_key", "cors_origins"})  # fields with several values
@@ -75,9 +85,12 @@ class Config(BaseModel):
         "is installed, else the CPU.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Weights and activations. `auto`: float32, on a GPU the checkpoint's."
+    )
+    expert_dtype: Literal["auto", "fp8", "int4", "mxfp4"] = Field(
         "auto",
-        description="Type of weights and activations. `auto`: float32 on a CPU, on a GPU the "
-        "checkpoint's own.",
+        description="Format of the experts in memory and on the link. `auto`: the checkpoint's; "
+        "else plain experts are quantised while loading: less exact (docs/formats.md).",
     )
     threads: AutoCount = Field(
         None, description="CPU threads of the engine. Default: cores - 1, at least 1."
@@ -123,13 +136,21 @@ class Config(BaseModel):
     max_sweep_tokens: int = Field(
         8192, gt=0, description="Most prompt tokens that travel up the layers together."
     )
-    expert_policy: Literal["lru", "lfu", "lru_frequency", "score", "activation_aware"] = Field(
-        "lru_frequency", description="Which experts stay in the slots."
+    expert_policy: Literal[
+        "predictive", "lru_frequency", "lru", "lfu", "score", "activation_aware"
+    ] = Field("lru_frequency", description="Which experts stay in the slots (docs/policies.md).")
+    cpu_experts: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="On a GPU: whether the CPU computes a share of the experts that are not on the "
+        "device. `auto`: where it can and as far as it pays; `on`: an error where it cannot.",
+    )
+    cpu_expert_threads: AutoCount = Field(
+        None, description="CPU threads for that. Default: cores - 2, at least 1."
     )
     expert_policy_state: Path | None = Field(
         None,
-        description="File where activation_aware keeps what it learnt between runs. "
-        "Default: one for each model, in the user's cache directory.",
+        description="File for what predictive or activation_aware learnt. Default: none for "
+        "predictive; for activation_aware one for each model, in the user's cache directory.",
     )
     seed: int = Field(
         0, ge=0, lt=2**63, description="Seed of the random weights of `--load-format dummy`."
@@ -272,10 +293,7 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -
     """
     env = _from_environment(environ)
     file = flags.get("config", env.get("config"))
-    layers: list[tuple[str, Mapping[str, object]]] = [
-        ("environment", env),
-        ("command line", flags),
-    ]
+    layers: list[tuple[str, Mapping[str, object]]] = [("environment", env), ("command line", flags)]
     if file is not None:
         layers.insert(0, (str(file), _from_file(_find_file(str(file)))))
     values: dict[str, object] = {}
@@ -375,20 +393,6 @@ def _explain(error: ValidationError, source: Mapping[str, str]) -> ConfigError:
         return ConfigError(
             f"unknown setting {name}{nearest(name, Config.model_fields)}", param=name
         )
-    shown = "" if name in SECRET else f" {_short(first['input'])}"
+    shown = "" if name in SECRET else f" {shortened(first['input'])}"
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return ConfigError(f"{_spelled(name, source)}{shown}: should be {message}", param=name)
-
-
-def _spelled(name: str, source: Mapping[str, str]) -> str:
-    origin = source.get(name, "")
-    spelled = {
-        "command line": "--" + name.replace("_", "-"),
-        "environment": ENV_PREFIX + name.upper(),
-    }
-    return spelled.get(origin, f"{name} in {origin}" if origin else name)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return ConfigError(f"{spelled(name, source)}{shown}: should be {message}", param=name)

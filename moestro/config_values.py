@@ -1,18 +1,21 @@
 """The kinds of value that settings have, and how text becomes one.
 
-Owns: sizes, counts, names, JSON objects and web origins, each with what is refused. Does not own:
-the settings themselves (`config`).
+Owns: sizes, counts, names, JSON objects and web origins, each with what is refused, and how a
+setting and its value are shown. Does not own: the settings themselves (`config`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
+
+ENV_PREFIX = "MOESTRO_"  # of environment variables that set something
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)(?P<byte>b?)", re.I)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -81,3 +84,19 @@ Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_several)]
 JsonObject = Annotated[dict[str, Any] | None, BeforeValidator(parse_object)]
 Origins = Annotated[Names, AfterValidator(check_origins)]
+
+
+def spelled(name: str, source: Mapping[str, str]) -> str:
+    """A setting as people wrote it; `source` says of each where it came from."""
+    origin = source.get(name, "")
+    forms = {
+        "command line": "--" + name.replace("_", "-"),
+        "environment": ENV_PREFIX + name.upper(),
+    }
+    return forms.get(origin, f"{name} in {origin}" if origin else name)
+
+
+def shortened(value: Any) -> str:
+    """A value as Python shows it, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -81,6 +81,7 @@ class ExpertStats:
     misses: int = 0
     evictions: int = 0
     staged: int = 0  # misses served through the staging ring, not admitted
+    computed: int = 0  # misses that the CPU computed where they lay
     exposed_seconds: float = 0.0
     fetch_seconds: float = 0.0  # sum over fetches, overlapped or not
     fetches: int = 0

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+import msgspec
+
 
 class Finish(StrEnum):
     """Why a sequence ended."""
@@ -18,6 +20,9 @@ class Finish(StrEnum):
     LENGTH = "length"  # max_tokens, the context, or the whole KV pool used up
     ABORT = "abort"  # the client left
     ERROR = "error"  # a step failed
+
+
+GRAMMAR_FAULT = "invalid_grammar: "  # begins a `TokenEvent.error` that the grammar is to blame for
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,7 @@ class Request:
     background: bool = False  # nobody waits for it: it takes no place in the queue from others
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position, from the raw logits (before penalties and temperature)."""
 
     token_id: int
@@ -80,12 +84,12 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step gave one sequence. `finish` is set on the last event of a sequence.
 
     An EOS or stop token is in `token_ids` (it counts as generated) and ends them.
     `stop_token` is that token's id when a `stop_token_ids` entry (not EOS) ended the sequence.
+    There is one for each token, so it is made, sent and read by msgspec.
     """
 
     id: str
@@ -98,8 +102,7 @@ class TokenEvent:
     timing: Timing | None = None  # on the first and on the last event
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a request's time went so far, in seconds on the engine's clock, and what it reused."""
 
     queued: float  # arrival to first scheduled

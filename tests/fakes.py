@@ -272,6 +272,10 @@ class FakeEngine:
         for stream in streams.values():
             stream.wake()
 
+    def end(self, id: str, error: str) -> None:
+        """One sequence fails."""
+        self._live.pop(id).stream.push(TokenEvent(id, finish=Finish.ERROR, error=error))
+
     def step(self) -> None:
         """Let every seated sequence say `per_step` tokens."""
         if self.fail_next is not None:

@@ -16,7 +16,6 @@ import torch
 
 from moestro.config import Config
 from moestro.engine import engine
-from moestro.engine.checkpoint import Checkpoint
 from moestro.engine.decoder import Decoder
 from moestro.engine.executor import Executor
 from moestro.engine.expert_files import expert_sources
@@ -24,18 +23,18 @@ from moestro.engine.expert_policy import PolicyKeeper
 from moestro.engine.grammars import Grammars
 from moestro.engine.memory import MemoryPlan, free_memory, plan_memory
 from moestro.engine.messages import EngineInfo
+from moestro.engine.model_files import ModelFiles, open_files
 from moestro.engine.models.hf_config import read_json
 from moestro.engine.models.registry import load_spec
 from moestro.engine.models.spec import ModelSpec
-from moestro.engine.rotary import build_rotary
 from moestro.engine.scramble import ScramblingSampler
 from moestro.engine.synthetic import Synthetic
 from moestro.engine.weights import check_tensors, dummy_dense, load_dense
 from moestro.errors import ConfigError
 from moestro.expert_cache.cache import ExpertCache
-from moestro.expert_cache.layout import ExpertLayout, gated_layout
+from moestro.expert_cache.layout import ExpertLayout
 from moestro.expert_cache.policy import Policy
-from moestro.expert_cache.store import DummyStore, ExpertStore, SafetensorsStore
+from moestro.expert_cache.store import ExpertStore
 from moestro.expert_cache.trace import TraceWriter
 from moestro.grammar.vocabulary import Vocabulary
 from moestro.kernels import registry
@@ -67,25 +66,24 @@ def build_engine(
     spec = load_spec(model_path)
     made_up = synthetic or Synthetic()
     routing = made_up.source(len(spec.moe_layers), spec.moe.experts, spec.moe.top_k)
-    layout = expert_layout(spec, config)
-    plan = _plan(kind, spec, layout, config)
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    files = open_files(config, spec, model_path)
+    layout = files.layout(compute_dtype(spec, config))
+    plan = _plan(kind, files, layout, config)
+    threads = _threads(config)
     torch.set_num_threads(threads)
-    decoder, store = _load(config, kind, spec, layout, model_path, plan.max_model_len, progress)
-    kv = KVStorage(
-        blocks=plan.blocks,
-        layers=len(spec.layers),
-        block_size=plan.block_size,
-        kv_heads=spec.attention.kv_heads,
-        head_dim=spec.attention.head_dim,
-        dtype=decoder.dtype,
-        device=kind,
-    )
+    decoder, store = _load(config, kind, files, layout, plan.max_model_len, progress)
+    kv = KVStorage(plan.groups, plan.blocks, decoder.dtype, kind)
     trace = _trace(config, spec, layout, model_path)
     policies = PolicyKeeper(config, len(spec.moe_layers), spec.moe.experts, model_path)
     policy = policies.policy
     closing = [policies.save]
-    manager = KVManager(plan.block_size, plan.blocks, prefix_caching=config.enable_prefix_caching)
+    manager = KVManager(
+        plan.block_size,
+        plan.blocks,
+        prefix_caching=config.enable_prefix_caching,
+        groups=plan.groups,
+        run=config.max_sweep_tokens,
+    )
     limits = Limits(
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -118,7 +116,7 @@ def build_engine(
     )
     grammars = Grammars(vocabulary)
     closing.append(grammars.close)
-    info = _info(plan, spec, model_path, notes)
+    info = _info(plan, spec, model_path, files.notes() + notes)
     return engine.Engine(
         scheduler,
         executor,
@@ -135,12 +133,12 @@ def describe(config: Config, model_path: Path) -> dict[str, Any]:
     """What `moestro check` prints: memory plan, notes and kernels. Allocates nothing."""
     kind = device(config)
     spec = load_spec(model_path)
-    if config.load_format != "dummy":
-        checkpoint = Checkpoint(model_path)
-        expert_sources(checkpoint, spec)
-        check_tensors(checkpoint, spec)
-    layout = expert_layout(spec, config)
-    plan = _plan(kind, spec, layout, config)
+    files = open_files(config, spec, model_path)
+    layout = files.layout(compute_dtype(spec, config))
+    if files.checkpoint is not None:
+        expert_sources(files.checkpoint, spec, files.packed if files.format else None)
+        check_tensors(files.checkpoint, spec, files.packed)
+    plan = _plan(kind, files, layout, config)
     return {
         "family": spec.family,
         "memory": plan.table(),
@@ -148,8 +146,13 @@ def describe(config: Config, model_path: Path) -> dict[str, Any]:
         "experts": plan.experts,
         "kv_tokens": plan.kv_tokens,
         "max_model_len": plan.max_model_len,
-        "notes": plan.notes,
-        "kernels": registry.explain(kind, getattr(torch, layout.dtype)),
+        "notes": plan.notes + files.notes(),
+        "kernels": registry.explain(
+            kind,
+            getattr(torch, layout.dtype),
+            _threads(config),
+            layout.format.name if layout.format is not None else None,
+        ),
     }
 
 
@@ -167,6 +170,11 @@ def runs_kernels(kind: str) -> bool:
     return kind == "cuda"
 
 
+def _threads(config: Config) -> int:
+    """Threads that compute on the CPU: a core is left to the server."""
+    return config.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+
+
 def cuda_lacks() -> str | None:
     """Why nothing can run on a GPU here; None when it can."""
     if not torch.cuda.is_available():
@@ -176,12 +184,10 @@ def cuda_lacks() -> str | None:
     return None
 
 
-def expert_layout(spec: ModelSpec, config: Config) -> ExpertLayout:
-    """Blob layout in the compute dtype: without --dtype float32 on a CPU, on a GPU the
-    checkpoint's own."""
+def compute_dtype(spec: ModelSpec, config: Config) -> str:
+    """Without --dtype float32 on a CPU, on a GPU the checkpoint's own."""
     own = spec.dtype if device(config) == "cuda" else "float32"
-    dtype = own if config.dtype == "auto" else config.dtype
-    return gated_layout(spec.hidden, spec.moe.intermediate, dtype)
+    return own if config.dtype == "auto" else config.dtype
 
 
 def eos_token_ids(model_path: Path) -> tuple[int, ...]:
@@ -194,38 +200,39 @@ def eos_token_ids(model_path: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _plan(kind: str, spec: ModelSpec, layout: ExpertLayout, config: Config) -> MemoryPlan:
+def _plan(kind: str, files: ModelFiles, layout: ExpertLayout, config: Config) -> MemoryPlan:
+    spec, dense = files.spec, files.dense_bytes(layout.dtype)
     if runs_kernels(kind):
-        from moestro.engine.gpu.blocks import check_blocks
+        from moestro.engine.gpu.blocks import check_blocks, check_format
         from moestro.engine.gpu.memory import plan_gpu_memory
 
-        longest = config.max_model_len or spec.usual_positions
-        check_blocks(spec, build_rotary(spec.rope, longest).magnitude)
+        check_blocks(spec)
+        check_format(layout)
         free = torch.cuda.mem_get_info()[0] if kind == "cuda" else free_memory()
-        return plan_gpu_memory(spec, layout, config, free, free_memory())
-    return plan_memory(spec, layout, config, free_memory())
+        return plan_gpu_memory(spec, layout, config, free, free_memory(), dense)
+    return plan_memory(spec, layout, config, free_memory(), dense=dense)
 
 
 def _load(
     config: Config,
     kind: str,
-    spec: ModelSpec,
+    files: ModelFiles,
     layout: ExpertLayout,
-    path: Path,
     longest: int,
     progress: Progress,
 ) -> tuple[Decoder, ExpertStore]:
-    dtype = getattr(torch, layout.dtype)
-    if config.load_format == "dummy":
+    spec, dtype = files.spec, getattr(torch, layout.dtype)
+    store = files.store(layout, config.seed, direct=kind == "cuda")
+    if files.checkpoint is None:
         weights = dummy_dense(spec, dtype, config.seed, kind)
-        return Decoder(spec, weights, longest), DummyStore(layout, config.seed)
-    checkpoint = Checkpoint(path)
-    sources = expert_sources(checkpoint, spec)
-    check_tensors(checkpoint, spec)
-    weights = load_dense(
-        checkpoint, spec, dtype, lambda done, total: progress("dense weights", done, total), kind
-    )
-    return Decoder(spec, weights, longest), SafetensorsStore(layout, sources, direct=kind == "cuda")
+        return Decoder(spec, weights, longest), store
+    check_tensors(files.checkpoint, spec, files.packed)
+
+    def counted(done: int, total: int) -> None:
+        progress("dense weights", done, total)
+
+    weights = load_dense(files.checkpoint, spec, dtype, counted, kind, files.packed)
+    return Decoder(spec, weights, longest), store
 
 
 def _cache(

@@ -6,12 +6,14 @@ the same layers a piece at a time (`engine.sweep`), or any cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from moestro.engine.batch import DecodeStep
 from moestro.engine.experts import ExpertExecutor
-from moestro.engine.layers.attention import Attention
+from moestro.engine.layers.kinds import build_attention
 from moestro.engine.layers.moe import dense_mlp, route, route_to, shared_mlp
 from moestro.engine.layers.norm import apply_norm
 from moestro.engine.models.spec import ModelSpec
@@ -28,7 +30,7 @@ class DecoderLayer:
         self.spec = model.layers[index]
         self.weights = weights
         self.ordinal = ordinal
-        self.attention = Attention(
+        self.attention = build_attention(
             self.spec.attention, weights, model.norm_eps, model.residual_scale
         )
         self._model = model
@@ -54,7 +56,7 @@ class DecoderLayer:
     def route_to(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for experts ids [T, k] that are given."""
         assert self.spec.moe is not None and self.weights.router is not None
-        return route_to(self.spec.moe, self.weights.router, x, ids)
+        return route_to(self.spec.moe, self.weights.router, x, ids, self.weights.router_bias)
 
     @property
     def has_shared(self) -> bool:
@@ -87,6 +89,7 @@ class Decoder:
         self.spec = spec
         self.embedding = weights.embedding  # [vocab, hidden]
         self.final_norm = weights.final_norm  # [hidden]
+        self.final_norm_bias = weights.final_norm_bias
         self.head = weights.head  # [vocab, hidden]
         self.routing: RoutingSource | None = None  # decides in place of the routers when set
         self.rotary = build_rotary(spec.rope, longest or spec.usual_positions)
@@ -114,21 +117,29 @@ class Decoder:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] after the last layer -> float32 logits [T, vocab]."""
-        spec, weights = self.spec, self._weights
-        normed = apply_norm(spec.norm, x, self.final_norm, weights.final_norm_bias, spec.norm_eps)
-        logits = F.linear(normed, self.head, weights.head_bias)
-        if spec.logits_divisor != 1.0:
-            logits = logits / spec.logits_divisor
-        return logits.float()
+        spec = self.spec
+        normed = apply_norm(spec.norm, x, self.final_norm, self.final_norm_bias, spec.norm_eps)
+        return self.score(normed).float()
 
-    def decode(self, step: DecodeStep, kv: KVStorage, experts: ExpertExecutor) -> torch.Tensor:
-        """One token of every sequence through all layers -> logits [B, vocab]."""
+    def score(self, normed: torch.Tensor) -> torch.Tensor:
+        """normed [T, hidden] after the final norm -> logits [T, vocab] in its dtype."""
+        logits = F.linear(normed, self.head, self._weights.head_bias)
+        divisor = self.spec.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor
+
+    def decode(
+        self, steps: Sequence[DecodeStep], kv: KVStorage, experts: ExpertExecutor
+    ) -> torch.Tensor:
+        """One token of every sequence through all layers -> logits [B, vocab]. `steps` are the
+        same step as each group of layers sees it."""
+        step = steps[0]
         x = self.embed(step.tokens)
         given = None
         if self.routing is not None:
             given = torch.from_numpy(self.routing.step(step.ids)).long()  # [layers, B, k]
         for index, layer in enumerate(self.layers):
-            x = layer.attention.decode(layer.input_norm(x), x, step, kv.view(index))
+            view = kv.view(index)
+            x = layer.attention.decode(layer.input_norm(x), x, steps[view.group], view)
             normed = layer.post_norm(x)
             if layer.spec.moe is None:
                 layer.add(x, layer.dense(normed))

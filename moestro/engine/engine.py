@@ -178,10 +178,16 @@ class Engine:
         self._scheduler.abort(id)
         self._grammars.forget(id)
 
-    def step(self, wake: Callable[[], bool] = lambda: False) -> list[TokenEvent]:
-        """One turn. A sweep pauses early when `wake()` says that somebody wants attention. Between
-        two turns, unless a step is under way, a part of the experts that fill the memory comes."""
-        events = self._turn(wake)
+    def step(
+        self,
+        wake: Callable[[], bool] = lambda: False,
+        hand_out: Callable[[list[TokenEvent]], None] | None = None,
+    ) -> list[TokenEvent]:
+        """One turn. A sweep pauses early when `wake()` says that somebody wants attention, and
+        `hand_out` gets what is known before it begins; without one that is returned with the rest.
+        Between two turns, unless a step is under way, a part of the experts that fill the memory
+        comes."""
+        events = self._turn(wake, hand_out)
         if self._cache.filling and not self._flying:
             self._cache.fill(beside_work=not self.idle)
         return events
@@ -201,7 +207,11 @@ class Engine:
         assert not self._flying, "a step is under way"
         self._cache.finish_fill(progress)
 
-    def _turn(self, wake: Callable[[], bool]) -> list[TokenEvent]:
+    def _turn(
+        self,
+        wake: Callable[[], bool],
+        hand_out: Callable[[list[TokenEvent]], None] | None,
+    ) -> list[TokenEvent]:
         events = self._admit()
         plan = self._scheduler.schedule(self._clock(), self._step_seconds, self._beside_seconds)
         self._resting = plan is None and not self._flying
@@ -214,14 +224,16 @@ class Engine:
             self._executor.forget(id)
         if plan.opened is not None:
             events += self._open(plan.opened)
+        if plan.advance is not None:
+            events += self._collect(0)  # a sweep needs to know what is where
+            if events and hand_out is not None:
+                hand_out(events)
+                events = []
+            events += self._advance(plan.advance, plan.budget, wake)
         if plan.decode is not None:
             events += self._launch(plan.decode)
-        # A sweep needs to know what is where, so no step is under way beside it.
         ahead = plan.decode is not None and plan.advance is None
-        events += self._collect(1 if ahead and self._ahead else 0)
-        if plan.advance is not None:
-            events += self._advance(plan.advance, plan.budget, wake)
-        return events
+        return events + self._collect(1 if ahead and self._ahead else 0)
 
     def _admit(self) -> list[TokenEvent]:
         """Let those start whose grammar is compiled; those with one that cannot be end."""

@@ -39,15 +39,21 @@ class Executor:
         threads: int = 1,
         sampler: Sampler | None = None,
     ) -> None:
-        native_kernels = serves("decode_attention", "native", "cpu", decoder.dtype)
+        native_kernels = serves("decode_attention", "native", "cpu", decoder.dtype) and all(
+            layer.attention.reads_pages for layer in decoder.layers
+        )
         spec = decoder.spec
         self._decoder = decoder
         self._kv = kv
         self._cache = cache
         self._piece = PIECE_FLOPS * threads
-        self._experts = ExpertExecutor(cache, spec.moe.experts, self._piece)
+        self._experts = ExpertExecutor(cache, spec.moe.experts, self._piece, spec.moe.activation)
         self._builder = DecodeBuilder(
-            kv.block_size, kv.layers, decoder.rotary, spec.attention.window, native_kernels
+            kv.block_size,
+            kv.layers,
+            decoder.rotary,
+            kv.kinds,
+            native_kernels,
         )
         self._sampler = sampler or Sampler(spec.vocab_size)
         self._done: deque[list[Sampled]] = deque()
@@ -91,13 +97,13 @@ class Executor:
 
     def _decode(self, plan: DecodePlan) -> list[Sampled]:
         self._cache.begin_pass("decode", len(plan.rows))
-        step = self._builder.build(plan)
-        logits = self._decoder.decode(step, self._kv, self._experts)
+        steps = self._builder.build(plan)
+        logits = self._decoder.decode(steps, self._kv, self._experts)
         indexes = [row.output_index for row in plan.rows]
-        sampled = self._sampler.sample(step.ids, indexes, logits)
+        sampled = self._sampler.sample(steps[0].ids, indexes, logits)
         for row, one in zip(plan.rows, sampled, strict=True):
             if one.error is not None:
-                self._kv.scrub(row.blocks)
+                self._kv.scrub(row.held)
         return sampled
 
     @torch.inference_mode()
@@ -152,7 +158,7 @@ class Executor:
         for segment, rows in top:
             one = found.get(segment.row.id)
             if one is not None and one.error is not None:
-                self._kv.scrub(segment.row.blocks)
+                self._kv.scrub(segment.row.held)
             count = self._sampler.params(segment.row.id).prompt_logprobs
             prompt = self._prompts.reports(segment.row, rows, count, self._decoder.logits)
             one = with_prompt(segment.row.id, one, prompt)

@@ -53,7 +53,7 @@ class PolicyKeeper:
     def _path(self, policy: Policy) -> Path | None:
         if not policy.wants_sequences:
             return None
-        return self._file or _state_file(policy.name, self._model)
+        return self._file or (_state_file(policy.name, self._model) if policy.records else None)
 
 
 def _state_file(policy: str, model: Path) -> Path:

@@ -328,11 +328,11 @@ class EngineHandle:
             self._link.send(messages)
 
     def _hear(self, message: ToServer) -> None:
-        self._watchdog.hear(self._clock())
+        now = self._clock()
+        self._watchdog.hear(now)
         match message:
             case Events(events):
-                for event in events:
-                    self._deliver(event)
+                self._deliver(events, now)
             case Stats(number, stats):
                 self.snapshot = stats
                 if number in self._asked and not self._asked[number].done():
@@ -348,11 +348,12 @@ class EngineHandle:
                 self.failure = failure(text, param=param)
                 self._die(text)
 
-    def _deliver(self, event: TokenEvent) -> None:
-        live = self._live.get(event.id)
-        if live is not None:
-            self._emit(live, live.take(event, self._clock()))
-            self._submit()
+    def _deliver(self, events: Sequence[TokenEvent], now: float) -> None:
+        for event in events:
+            live = self._live.get(event.id)
+            if live is not None:
+                self._emit(live, live.take(event, now))
+        self._submit()  # a token may clear a suspect, and the next one's turn come
 
     def _emit(self, live: Live, event: TokenEvent) -> None:
         if event.finish is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from moestro.engine.stream import Stream
 from moestro.scheduler.limits import Limits
 from moestro.scheduler.sequence import ending
@@ -71,8 +73,8 @@ class Live:
         if self.first is None:
             self.first, self.first_at = timing, now
         elif event.finish is None:
-            return replace(event, timing=None)  # the first event came from an earlier engine
-        return replace(event, timing=timing)
+            return structs.replace(event, timing=None)  # the first one was an earlier engine's
+        return structs.replace(event, timing=timing)
 
     def end(self, limits: Limits) -> TokenEvent | None:
         """Its last event, when the tokens so far end it and only that event was lost."""
@@ -90,7 +92,7 @@ class Live:
     def _timing(self, timing: Timing, now: float) -> Timing:
         if self.first is None or not self.resumed:
             before = 0.0 if self.submitted is None else self.submitted - self.opened
-            return replace(timing, queued=timing.queued + before)
+            return structs.replace(timing, queued=timing.queued + before)
         return Timing(
             queued=self.first.queued,
             prefill=self.first.prefill,

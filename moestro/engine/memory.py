@@ -13,7 +13,7 @@ from moestro.config import Config
 from moestro.engine.models.spec import ModelSpec
 from moestro.errors import ConfigError, OutOfMemory
 from moestro.expert_cache.layout import DTYPE_BYTES, ExpertLayout
-from moestro.kv_cache.spec import PagedKV
+from moestro.kv_cache.groups import LayerGroups
 
 MIN_STAGING = 2  # slots: one is computed with while the next is filled
 MAX_STAGING = 8
@@ -32,6 +32,8 @@ class MemoryPlan:
     host_bytes: int
     blocks: int
     block_size: int
+    groups: LayerGroups  # that the KV blocks serve
+    kv_tokens: int  # of the longest sequence that the KV blocks hold
     slots: int  # staging included
     staging: int
     host_entries: int
@@ -39,11 +41,6 @@ class MemoryPlan:
     max_model_len: int
     ring: int = 0  # slots, of those a decode step must not keep; on a GPU, beside `staging`
     notes: tuple[str, ...] = field(default=())
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the KV pool holds."""
-        return self.blocks * self.block_size
 
     @property
     def device(self) -> int:
@@ -68,7 +65,9 @@ class _Sizes:
 
     dense: int
     workspace: int
-    block: int  # one KV block in all layers
+    block: int  # one KV block
+    groups: LayerGroups
+    run: int  # tokens of a prompt that are computed together at most
     blob: int  # one expert
     experts: int
     free: int  # what the machine has left
@@ -77,6 +76,14 @@ class _Sizes:
     @property
     def fixed(self) -> int:
         return self.dense + self.workspace
+
+    def blocks(self, tokens: int) -> int:
+        """KV blocks of one sequence of so many tokens."""
+        return self.groups.most_blocks(tokens, self.run)
+
+    def tokens(self, blocks: int) -> int:
+        """Of the longest sequence for which so many KV blocks suffice."""
+        return self.groups.longest(blocks, self.run)
 
 
 def plan_memory(
@@ -88,32 +95,40 @@ def plan_memory(
     workspace: int | None = None,
     free_host: int | None = None,
     all_slots: int | None = None,
+    windows: bool = True,
+    dense: int | None = None,
 ) -> MemoryPlan:
     """Split memory for `spec`; `free` is what the machine has left. OutOfMemory says what lacks.
 
     On a GPU `free_host` is apart from `free`, and `workspace` and the slots that hold all experts,
-    `all_slots`, are not those of a CPU.
+    `all_slots`, are not those of a CPU. `dense` are the bytes of a quantised checkpoint's dense
+    weights. On a GPU layers that see a window keep all (`windows` off).
+
+    There are as many KV blocks as one sequence of --kv-cache-tokens tokens takes, where windowed
+    layers take those of their window and of what is computed together. Without that flag: those of
+    every sequence at 512 tokens, or of two sequences of the longest.
     """
     notes: list[str] = []
     size = DTYPE_BYTES[layout.dtype]
-    attention = spec.attention
-    kv = PagedKV(len(spec.layers), attention.kv_heads, attention.head_dim, size, config.block_size)
+    length = _model_length(spec, config)
+    groups = spec.groups(size, config.block_size, length, windows=windows)
     sizes = _Sizes(
-        dense=dense_bytes(spec, size),
+        dense=dense_bytes(spec, size) if dense is None else dense,
         workspace=workspace or workspace_bytes(spec, config.max_sweep_tokens, size),
-        block=kv.block_bytes,
+        block=groups.block.block_bytes,
+        groups=groups,
+        run=config.max_sweep_tokens,
         blob=layout.nbytes,
         experts=len(spec.moe_layers) * spec.moe.experts,
         free=free,
         most=all_slots or len(spec.moe_layers) * spec.moe.experts + MIN_STAGING,
     )
-    length = _model_length(spec, config)
     if config.max_model_len is None and length < spec.max_positions:
         notes.append(
             f"context is {length} tokens, up to which the model's rotary frequencies are one set; "
             f"--max-model-len up to {spec.max_positions} takes the other set for all sequences"
         )
-    wanted = _blocks_wanted(config, length)
+    wanted = _blocks_wanted(sizes, config, length)
     budget = config.gpu_memory or _automatic_budget(sizes, config, wanted)
     blocks, length = _blocks(sizes, config, wanted, length, budget - sizes.fixed, notes)
     slots = _slots(sizes, config, budget - sizes.fixed - blocks * sizes.block)
@@ -130,6 +145,8 @@ def plan_memory(
         host_bytes=host * sizes.blob,
         blocks=blocks,
         block_size=config.block_size,
+        groups=groups,
+        kv_tokens=min(sizes.tokens(blocks), max(length, blocks * config.block_size)),
         slots=slots,
         staging=staging,
         host_entries=host,
@@ -146,9 +163,8 @@ def dense_bytes(spec: ModelSpec, size: int) -> int:
     total += spec.vocab_size if spec.head_bias else 0
     wide = 0  # elements of 4 bytes
     for layer in spec.layers:
-        attention, moe = layer.attention, layer.moe
-        q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        total += (2 * q + 2 * kv) * hidden + 5 * hidden + q + 2 * kv  # with norms and biases
+        moe = layer.moe
+        total += layer.attention.elements(hidden) + 3 * hidden  # with norms and their biases
         if moe is None:
             total += 3 * hidden * layer.intermediate
             continue
@@ -164,9 +180,8 @@ def dense_bytes(spec: ModelSpec, size: int) -> int:
 
 def workspace_bytes(spec: ModelSpec, tokens: int, size: int) -> int:
     """Bytes of activations while `tokens` tokens sweep, the widest layer at a time."""
-    attention = spec.attention
-    heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    width = 5 * spec.hidden + 2 * heads + 2 * spec.moe.experts
+    widest = max(layer.attention.activations for layer in spec.layers)
+    width = 5 * spec.hidden + widest + 2 * spec.moe.experts
     return tokens * width * size + 4 * spec.vocab_size * 64
 
 
@@ -192,11 +207,10 @@ def _model_length(spec: ModelSpec, config: Config) -> int:
     return wanted
 
 
-def _blocks_wanted(config: Config, length: int) -> int:
-    tokens = config.kv_cache_tokens
-    if tokens is None:  # every sequence at 512 tokens, or two of the longest
-        tokens = max(2 * length, config.max_num_seqs * min(length, 512))
-    return -(-tokens // config.block_size)
+def _blocks_wanted(sizes: _Sizes, config: Config, length: int) -> int:
+    if config.kv_cache_tokens is not None:
+        return sizes.blocks(config.kv_cache_tokens)
+    return max(2 * sizes.blocks(length), config.max_num_seqs * sizes.blocks(min(length, 512)))
 
 
 def _automatic_budget(sizes: _Sizes, config: Config, blocks: int) -> int:
@@ -212,14 +226,14 @@ def _blocks(
 ) -> tuple[int, int]:
     """KV blocks and context length out of `left` bytes for KV and slots."""
     most = (left - (config.expert_slots or MIN_STAGING) * sizes.blob) // sizes.block
-    longest = -(-length // config.block_size)
-    if most < 1:
-        _short(sizes.block - most * sizes.block, "--gpu-memory", "raise it")
+    longest, least = sizes.blocks(length), sizes.blocks(1)
+    if most < least:
+        _short((least - most) * sizes.block, "--gpu-memory", "raise it")
     if config.kv_cache_tokens is not None:
         if wanted > most:
             lack = (wanted - most) * sizes.block
             _short(lack, "--kv-cache-tokens", "lower it or raise --gpu-memory")
-        return wanted, min(length, wanted * config.block_size)
+        return wanted, min(length, sizes.tokens(wanted))
     # Half at most, unless all experts fit beside more; but one sequence of full length.
     spare = left - sizes.most * sizes.blob
     share = max(left // 2, spare) // sizes.block
@@ -227,7 +241,7 @@ def _blocks(
     if blocks < longest and config.max_model_len is not None:
         lack = (longest - blocks) * sizes.block
         _short(lack, "--gpu-memory", f"raise it or lower --max-model-len ({length})")
-    fits = blocks * config.block_size
+    fits = sizes.tokens(blocks)
     if fits < length:
         notes.append(f"context cut from {length} to {fits} tokens to fit memory")
     return blocks, min(length, fits)

@@ -86,10 +86,12 @@ class Loop:
         """Until `Stop`."""
         while not self._stopping:
             self._drain(self._patience())
-            events = self._engine.step(self._message_waits)
-            if events:
-                self._outbox.send(Events(tuple(events)))
+            self._send(self._engine.step(self._message_waits, self._send))
             self._report()
+
+    def _send(self, events: list[TokenEvent]) -> None:
+        if events:
+            self._outbox.send(Events(tuple(events)))
 
     def _message_waits(self) -> bool:
         return bool(self._socket.poll(0))

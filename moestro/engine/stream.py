@@ -24,7 +24,7 @@ class Stream:
         self._drop = drop
         self._death = death  # why no event will come any more, once that is so
         self._pending: list[TokenEvent] = []
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of who waits for an event
 
     async def __aenter__(self) -> Self:
         return self
@@ -48,8 +48,8 @@ class Stream:
                 reason = self._death()
                 if reason is not None:
                     raise EngineDead(reason)
-                self._arrived.clear()
-                await self._arrived.wait()
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
                 continue
             batch, self._pending = self._pending, []
             yield batch
@@ -59,15 +59,17 @@ class Stream:
         if id in self._open:
             self._open.discard(id)
             self._drop(id)
-            self._arrived.set()
+            self.wake()
 
     def push(self, event: TokenEvent) -> None:
         """Called by the handle."""
         self._pending.append(event)
         if event.finish is not None:
             self._open.discard(event.id)
-        self._arrived.set()
+        self.wake()
 
     def wake(self) -> None:
-        """Called by the handle when the engine is gone for good."""
-        self._arrived.set()
+        """Have the reader look again; the handle calls it when the engine is gone for good."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

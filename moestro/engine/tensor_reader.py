@@ -51,7 +51,7 @@ class _Read:
 
 class TensorReader:
     """A context manager: reads `refs` to `device` in `dtype`, or float32 those that are named in
-    `wide`. `take` each of them, in this order.
+    `wide`, or as they are, uint8 [nbytes], those in `raw`. `take` each of them, in this order.
 
     `progress(done, total)` counts bytes of the files.
     """
@@ -64,7 +64,9 @@ class TensorReader:
         progress: Callable[[int, int], None],
         *,
         wide: frozenset[str] = frozenset(),
+        raw: frozenset[str] = frozenset(),
     ) -> None:
+        self._raw = raw
         self._dtype = dtype
         self._wide = wide
         self._device = device
@@ -145,7 +147,9 @@ class TensorReader:
         if ref.name not in self._tensors:
             self._tensors[ref.name] = self._empty(ref)
         target = self._tensors[ref.name]
-        source = torch.from_numpy(read.data).view(getattr(torch, ref.dtype))
+        source = torch.from_numpy(read.data)
+        if ref.name not in self._raw:
+            source = source.view(getattr(torch, ref.dtype))
         if source.dtype != target.dtype:
             source = source.to(self._device)  # converted there
         size = source.element_size()
@@ -156,6 +160,8 @@ class TensorReader:
         self._progress(self._done, self._total)
 
     def _empty(self, ref: TensorRef) -> torch.Tensor:
+        if ref.name in self._raw:
+            return torch.empty(ref.nbytes, dtype=torch.uint8, device=self._device)
         dtype = torch.float32 if ref.name in self._wide else self._dtype
         return torch.empty(ref.shape, dtype=dtype, device=self._device)
 

@@ -7,42 +7,49 @@ only locates their bytes, and the expert cache reads them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass, field, fields
 
 import torch
 
+from moestro.engine.attention_weights import attention_weights
 from moestro.engine.checkpoint import Checkpoint, TensorRef
 from moestro.engine.expert_files import expert_tensors
-from moestro.engine.models.rope import RopeSpec
-from moestro.engine.models.spec import AttentionSpec, ModelSpec, MoESpec, Norm, QKNorm
+from moestro.engine.models.spec import ModelSpec, MoESpec, Norm
+from moestro.engine.packed_dense import assemble_matrix
+from moestro.engine.quantized import PackedTensors
+from moestro.engine.reading import Read, Shape, join_rows
 from moestro.engine.tensor_reader import TensorReader
 from moestro.errors import ModelError
-
-Shape = tuple[int, ...]
+from moestro.kernels.packed import PackedMatrix, PackedRows, Weight
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """Dense weights of one layer; matrices are [out, in]."""
+    """Dense weights of one layer; matrices are [out, in]. A `Weight` may be packed."""
 
     input_norm: torch.Tensor  # [hidden]
     post_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    # [(heads + 2 * kv_heads) * head_dim, hidden]; latent attention: [q_rank or heads * query and
+    # after it kv_rank + rotated, hidden], with the norms of both vectors as q_norm and k_norm.
+    qkv: Weight
     qkv_bias: torch.Tensor | None
-    out: torch.Tensor  # [hidden, heads * head_dim]
+    out: Weight  # [hidden, heads * head_dim]
     out_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     router: torch.Tensor | None  # [experts, hidden]
-    gate_up: torch.Tensor | None  # dense layers: [2 * intermediate, hidden]
-    down: torch.Tensor | None  # dense layers: [hidden, intermediate]
+    gate_up: Weight | None  # dense layers: [2 * intermediate, hidden]
+    down: Weight | None  # dense layers: [hidden, intermediate]
     input_norm_bias: torch.Tensor | None = None
     post_norm_bias: torch.Tensor | None = None
-    router_bias: torch.Tensor | None = None  # float32 [experts], to choose by
-    shared_gate_up: torch.Tensor | None = None  # [2 * shared intermediate, hidden]
-    shared_down: torch.Tensor | None = None  # [hidden, shared intermediate]
+    sinks: torch.Tensor | None = None  # [heads]
+    router_bias: torch.Tensor | None = None  # float32 [experts], as `MoESpec.biased` says
+    shared_gate_up: Weight | None = None  # [2 * shared intermediate, hidden]
+    shared_down: Weight | None = None  # [hidden, shared intermediate]
     shared_gate: torch.Tensor | None = None  # [1, hidden]
+    q_up: Weight | None = None  # [heads * query, q_rank]
+    k_up: torch.Tensor | None = None  # [heads, plain, kv_rank]
+    v_up: torch.Tensor | None = None  # [heads, kv_rank, value]
 
 
 @dataclass(slots=True)
@@ -58,17 +65,10 @@ class DecoderWeights:
 
     def nbytes(self) -> int:
         """Bytes in memory, a tied head counted once."""
-        found = [getattr(self, field.name) for field in fields(self)]
-        found += [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
-        tensors = {t.data_ptr(): t.nbytes for t in found if isinstance(t, torch.Tensor)}
-        return sum(tensors.values())
-
-
-class Read(Protocol):
-    """Gives the tensor of a name and a shape, in the compute dtype or float32 (`wide`)."""
-
-    def __call__(self, name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
-        """ModelError when it is missing or of another shape."""
+        found = [getattr(self, part.name) for part in fields(self)]
+        found += [getattr(layer, part.name) for layer in self.layers for part in fields(layer)]
+        sizes = {id(one): one.nbytes for one in found if isinstance(one, torch.Tensor | PackedRows)}
+        return sum(sizes.values())
 
 
 Exists = Callable[[str], bool]
@@ -80,34 +80,114 @@ def load_dense(
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
     device: str | torch.device = "cpu",
+    packed: PackedTensors | None = None,
 ) -> DecoderWeights:
-    """Read every tensor that is not an expert to `device`, many pieces at the same time.
+    """Read every tensor that is not an expert to `device`, many pieces at the same time. Matrices
+    in `packed` stay packed where they are only multiplied with.
 
     `progress(done, total)` counts bytes.
     """
-    refs, wide_names = _dense_refs(checkpoint, spec)
-    with TensorReader(refs, dtype, torch.device(device), progress, wide=wide_names) as reader:
+    dense = _dense_refs(checkpoint, spec, packed, dtype)
+    with TensorReader(
+        dense.refs,
+        dtype,
+        torch.device(device),
+        progress,
+        wide=frozenset(dense.wide),
+        raw=frozenset(dense.raw),
+    ) as reader:
+        read = _Loading(checkpoint, packed, dtype, reader)
+        return assemble(spec, read, _exists(checkpoint, packed))
 
-        def read(name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
-            return reader.take(checkpoint.need(name, shape))
 
-        return assemble(spec, read, checkpoint.tensors.__contains__)
+def packed_bytes(
+    checkpoint: Checkpoint, spec: ModelSpec, packed: PackedTensors, dtype: torch.dtype
+) -> int:
+    """Bytes of what `load_dense` will give for a quantised checkpoint."""
+    return _dense_refs(checkpoint, spec, packed, dtype).nbytes
 
 
-def _dense_refs(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[TensorRef], frozenset[str]]:
-    """What `assemble` asks for, in its order, and which of it stays float32. ModelError when one
-    is missing or misshapen."""
-    refs: list[TensorRef] = []
-    wide_names: set[str] = set()
+@dataclass(slots=True)
+class _Loading:
+    """Takes what `assemble` asks for from a reader."""
 
-    def note(name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
-        refs.append(checkpoint.need(name, shape))
-        if wide:
-            wide_names.add(name)
-        return torch.empty(shape, device="meta")
+    checkpoint: Checkpoint
+    packed: PackedTensors | None
+    dtype: torch.dtype
+    reader: TensorReader
 
-    assemble(spec, note, checkpoint.tensors.__contains__)
-    return refs, frozenset(wide_names)
+    def __call__(self, name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
+        if self.packed is None or not self.packed.has(name):
+            return self.reader.take(self.checkpoint.need(name, shape))
+        matrix = self._packed(self.packed, name, *shape)
+        return matrix.dequantize(torch.float32 if wide else self.dtype)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        if self.packed is None or not self.packed.has(name):
+            return self(name, shape)
+        return PackedRows((self._packed(self.packed, name, *shape),))
+
+    def _packed(self, packed: PackedTensors, name: str, n: int, k: int) -> PackedMatrix:
+        pieces = packed.pieces(name, n, k)
+        raw = {piece.ref.name: self.reader.take(piece.ref) for piece in pieces}
+        return assemble_matrix(packed.format, n, k, pieces, raw)
+
+
+@dataclass(slots=True)
+class _Noting:
+    """Notes what `assemble` asks for, in its order, and gives tensors without contents."""
+
+    checkpoint: Checkpoint
+    packed: PackedTensors | None
+    dtype: torch.dtype
+    refs: list[TensorRef] = field(default_factory=list)
+    wide: set[str] = field(default_factory=set)  # names of what stays float32
+    raw: set[str] = field(default_factory=set)  # names of what is read as bytes
+    names: set[str] = field(default_factory=set)  # that tensors of these matrices may have
+    nbytes: int = 0  # in memory, of all together
+
+    def __call__(self, name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
+        if self.packed is not None and self.packed.has(name):
+            self._note(self.packed, name, *shape)
+        else:
+            self.refs.append(self.checkpoint.need(name, shape))
+            self.names.add(name)
+            if wide:
+                self.wide.add(name)
+        return torch.empty(shape, dtype=torch.float32 if wide else self.dtype, device="meta")
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        if self.packed is None or not self.packed.has(name):
+            return self(name, shape)
+        self._note(self.packed, name, *shape)
+        form = self.packed.format
+        data = torch.empty(form.nbytes(*shape), dtype=torch.uint8, device="meta")
+        return PackedRows((PackedMatrix(form, *shape, data),))
+
+    def _note(self, packed: PackedTensors, name: str, n: int, k: int) -> None:
+        found = [piece.ref for piece in packed.pieces(name, n, k)]
+        self.refs += found
+        self.raw.update(ref.name for ref in found)
+        self.names |= packed.names(name)
+
+
+def _dense_refs(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    packed: PackedTensors | None,
+    dtype: torch.dtype = torch.float32,
+) -> _Noting:
+    """ModelError when one is missing or misshapen."""
+    noting = _Noting(checkpoint, packed, dtype)
+    noting.nbytes = assemble(spec, noting, _exists(checkpoint, packed)).nbytes()
+    return noting
+
+
+def _exists(checkpoint: Checkpoint, packed: PackedTensors | None) -> Exists:
+    def exists(name: str) -> bool:
+        return name in checkpoint.tensors or (packed is not None and packed.has(name))
+
+    return exists
 
 
 def dummy_dense(
@@ -118,17 +198,28 @@ def dummy_dense(
     They are drawn on `device`; another kind of device draws other numbers from the same seed.
     """
     generator = torch.Generator(device).manual_seed(seed)
+    return assemble(spec, _MadeUp(spec, dtype, generator), lambda name: True)
 
-    def read(name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
-        kind = torch.float32 if wide else dtype
+
+@dataclass(slots=True)
+class _MadeUp:
+    """Draws what `assemble` asks for."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def __call__(self, name: str, shape: Shape, *, wide: bool = False) -> torch.Tensor:
+        kind, device = torch.float32 if wide else self.dtype, self.generator.device
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
             return torch.full(shape, fill, dtype=kind, device=device)
-        std = 1.0 if name.startswith(spec.names.embedding) else 0.02
+        std = 1.0 if name.startswith(self.spec.names.embedding) else 0.02
         empty = torch.empty(shape, dtype=kind, device=device)
-        return empty.normal_(0.0, std, generator=generator)
+        return empty.normal_(0.0, std, generator=self.generator)
 
-    return assemble(spec, read, lambda name: True)
+    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
+        return self(name, shape)
 
 
 def assemble(spec: ModelSpec, read: Read, exists: Exists) -> DecoderWeights:
@@ -154,21 +245,12 @@ def _norm(spec: ModelSpec, name: str, read: Read) -> tuple[torch.Tensor, torch.T
 
 def _layer(spec: ModelSpec, index: int, read: Read, exists: Exists) -> LayerWeights:
     layer, names = spec.layers[index], spec.names
-    attention = layer.attention
-    q_norm, k_norm = _qk_norm_shapes(attention)
-    out, q = names.out.format(l=index), attention.heads * attention.head_dim
     input_norm, input_norm_bias = _norm(spec, names.input_norm.format(l=index), read)
     post_norm, post_norm_bias = _norm(spec, names.post_norm.format(l=index), read)
-    qkv, qkv_bias = _qkv(spec, attention, index, read)
     weights = LayerWeights(
+        **attention_weights(spec, index, read),
         input_norm=input_norm,
         post_norm=post_norm,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        out=read(f"{out}.weight", (spec.hidden, q)),
-        out_bias=read(f"{out}.bias", (spec.hidden,)) if attention.out_bias else None,
-        q_norm=read(f"{names.q_norm.format(l=index)}.weight", q_norm) if q_norm else None,
-        k_norm=read(f"{names.k_norm.format(l=index)}.weight", k_norm) if k_norm else None,
         router=None,
         gate_up=None,
         down=None,
@@ -182,43 +264,14 @@ def _layer(spec: ModelSpec, index: int, read: Read, exists: Exists) -> LayerWeig
     return weights
 
 
-def _qkv(
-    spec: ModelSpec, attention: AttentionSpec, index: int, read: Read
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The projections to queries, keys and values as one, with its bias if there is one."""
-    names = [name.format(l=index) for name in spec.names.qkv]
-    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    rows = (q, kv, kv) if len(names) == 3 else (q + 2 * kv,)
-
-    def stack(suffix: str, *shape: int) -> torch.Tensor:
-        parts = [read(f"{n}.{suffix}", (r, *shape)) for n, r in zip(names, rows, strict=True)]
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return _half_split(whole, attention, spec.rope) if spec.rope.interleaved else whole
-
-    return stack("weight", spec.hidden), stack("bias") if attention.qkv_bias else None
-
-
-def _half_split(qkv: torch.Tensor, attention: AttentionSpec, rope: RopeSpec) -> torch.Tensor:
-    """Rows [(heads + 2 * kv_heads) * head_dim, ...], reordered in each head of q and k: pairs 2i
-    and 2i + 1 become i and i + dim / 2. Products of q and k are what they were."""
-    assert attention.qk_norm is QKNorm.NONE, "its weights would have to be reordered too"
-    even = torch.arange(0, rope.dim, 2, device=qkv.device)
-    rest = torch.arange(rope.dim, attention.head_dim, device=qkv.device)
-    order = torch.cat((even, even + 1, rest))
-    heads = qkv.view(-1, attention.head_dim, *qkv.shape[1:])
-    turned = attention.heads + attention.kv_heads
-    return torch.cat((heads[:turned].index_select(1, order), heads[turned:])).flatten(0, 1)
-
-
 def _mlp(
     spec: ModelSpec, templates: tuple[str, ...], index: int, width: int, read: Read
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Weight, Weight]:
     """gate_up [2 * width, hidden] and down [hidden, width], from three modules or from two."""
     *ups, down = (name.format(l=index) for name in templates)
     rows = 2 * width // len(ups)
-    parts = [read(f"{name}.weight", (rows, spec.hidden)) for name in ups]
-    gate_up = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return gate_up, read(f"{down}.weight", (spec.hidden, width))
+    gate_up = join_rows([read.matrix(f"{name}.weight", (rows, spec.hidden)) for name in ups])
+    return gate_up, read.matrix(f"{down}.weight", (spec.hidden, width))
 
 
 def _add_moe(
@@ -243,20 +296,14 @@ def _add_moe(
             weights.shared_gate = read(f"{gate}.weight", (1, spec.hidden))
 
 
-def _qk_norm_shapes(attention: AttentionSpec) -> tuple[Shape | None, Shape | None]:
-    if attention.qk_norm is QKNorm.NONE:
-        return None, None
-    if attention.qk_norm is QKNorm.HEAD:
-        return (attention.head_dim,), (attention.head_dim,)
-    return (attention.heads * attention.head_dim,), (attention.kv_heads * attention.head_dim,)
-
-
-def check_tensors(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+def check_tensors(
+    checkpoint: Checkpoint, spec: ModelSpec, packed: PackedTensors | None = None
+) -> None:
     """Raise if a dense tensor is missing or of a wrong shape, or one has no place in the model.
 
     Reads headers only, so that a damaged checkpoint is found before anything is loaded.
     """
-    expected = {ref.name for ref in _dense_refs(checkpoint, spec)[0]} | expert_tensors(spec)
+    expected = _dense_refs(checkpoint, spec, packed).names | expert_tensors(spec, packed)
     if spec.tied_head:
         expected.add(f"{spec.names.head}.weight")
     extra = sorted(

@@ -26,7 +26,6 @@ from moestro.expert_cache.arena import HostArena
 from moestro.expert_cache.fetch import Fetcher
 from moestro.expert_cache.fill import Fill
 from moestro.expert_cache.flight import Flight, Group, Tiers
-from moestro.expert_cache.layout import DTYPE_BYTES
 from moestro.expert_cache.meter import Meter
 from moestro.expert_cache.policy import Floats, Ints, Policy
 from moestro.expert_cache.residency import NOBODY, STAGE, Kind, Residency
@@ -129,6 +128,7 @@ class ExpertCache:
         layout = store.layout
         self.layers = layers
         self.experts = experts
+        self.layout = layout
         self._store = store
         self._trace = trace
         self._residency = Residency(layers, experts, slots, staging, policy)
@@ -143,13 +143,16 @@ class ExpertCache:
         self._open: Lease | None = None
         self.gate_up = self._pool.gate_up  # slot -> [2I, H]
         self.down = self._pool.down  # slot -> [H, I]
+        self.packed = self._pool.packed  # slot -> the same two, in a packed layout instead
+        self.biases = self._pool.biases  # slot -> [2I] and [H], when the layout has them
 
     @property
     def wants_ids(self) -> bool:
         """Whether `ids`, `gates` and `sequences` should be given, once a layer and pass: when its
         experts are acquired in several parts, with the first."""
         policy = self._residency.policy
-        return self._trace is not None or policy.wants_sequences or policy.wants_gates
+        wants = policy.wants_sequences or policy.wants_gates
+        return self._trace is not None or (wants and self._residency.learning)
 
     def change_policy(self, policy: Policy) -> None:
         """Go on under another policy; what is in memory stays there. No lease may be open."""
@@ -323,8 +326,7 @@ class ExpertCache:
         self._store.read(layer, expert, blob.data)
         found = self._pool.read(slot)
         for part in self._store.layout.parts:
-            size = part.shape[0] * part.shape[1] * DTYPE_BYTES[self._store.layout.dtype]
-            span = slice(part.offset, part.offset + size)
+            span = slice(part.offset, part.offset + part.nbytes)
             assert (found[span] == blob[span]).all(), (
                 f"slot {slot}: {part.name} is not that of expert {expert} of MoE layer {layer}"
             )

@@ -16,28 +16,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from moestro.expert_cache.arena import HostArena
+from moestro.expert_cache.cpu_share import CpuShare
 from moestro.expert_cache.fetch import NO_SLOT, Fetch, Fetcher
 from moestro.expert_cache.fill import Fill, place_free
 from moestro.expert_cache.host_link import HostLink
-from moestro.expert_cache.layout import DTYPE_BYTES
 from moestro.expert_cache.meter import Meter
 from moestro.expert_cache.packed_tables import PackedTables
 from moestro.expert_cache.page_lock import CudaLocker, Locker
 from moestro.expert_cache.policy import Floats, Ints, Policy
 from moestro.expert_cache.residency import Residency
-from moestro.expert_cache.slot_table import FREE
 from moestro.expert_cache.slots import SlotPool
 from moestro.expert_cache.store import ExpertStore
 from moestro.expert_cache.trace import TraceWriter, distinct
+from moestro.expert_cache.victims import Victims
 from moestro.kernels.gpu.transfer import Mark, upload
 from moestro.stats import ExpertStats
-
-IDLE = 2  # passes; an expert used more recently is in the working set
-SLACK = 16  # victims beyond the misses of the last step that may be taken by the next one
 
 
 class DeviceCache:
@@ -82,11 +78,19 @@ class DeviceCache:
         self._packed = PackedTables(layers, experts, slots, ring, device)
         self.tables = self._packed.tables
         self.recent = 0  # misses of the last step
+        self._kept = 0  # and how many of them got slots
         # The host's tables have moved on from the device's, or the fill waits to change them: an
         # `upload` is due before the next step, which ends running ahead of the host.
         self.dirty = True
-        self._taken = np.zeros(0, np.int64)  # victims that a launched step may have taken
+        self._victims = Victims(self.residency)
         self.complete = slots >= layers * experts  # everything fits: nothing ever leaves
+        self.cpu: CpuShare | None = None  # what computes a share of the misses
+        self._no_share = np.zeros(experts + 1, np.int64)
+
+    def share_with(self, cpu: CpuShare) -> None:
+        """Have `cpu` compute a share of the misses of decode steps; it is closed with the cache."""
+        self.cpu = cpu
+        self.dirty = True
 
     # Start
 
@@ -165,17 +169,20 @@ class DeviceCache:
     def upload(self) -> None:
         """Make the device's tables say what the host's say. No step may be in flight."""
         self.fill(beside_work=True)
-        self._taken = np.zeros(0, np.int64)
+        self._victims.settle()
         self.dirty = False
-        victims, admit = self._ranking()
-        self._packed.send_all(self.table.slot_of, self.table.owner, victims, admit)
+        victims, admit = self._victims.lists(self.recent, self._kept)
+        self._packed.send_all(self.table.slot_of, self.table.owner, victims, admit, self._share())
         self._upload_sources()
 
     def refresh(self) -> None:
         """Upload what may leave in the next step and what may come in."""
         if self.complete:
             return
-        self._packed.send_ranking(*self._ranking())
+        self._packed.send_ranking(*self._victims.lists(self.recent, self._kept), self._share())
+
+    def _share(self) -> Ints:
+        return self._no_share if self.cpu is None else self.cpu.split.share
 
     def faulted(self, n_jobs: Ints, keys: Ints, slots: Ints) -> None:
         """A step found an expert in no memory. What the layers before that did to the tables
@@ -189,12 +196,13 @@ class DeviceCache:
         n_jobs: Ints,
         keys: Ints,
         slots: Ints,
+        n_cpu: Ints,
         seconds: Floats,
         sequences: Sequence[str],
     ) -> None:
         """Record what a decode step did: routed `ids` [layers, rows, top_k] of `sequences`, and for
-        each layer its number of fetches, their keys and slots [layers, G]. `seconds` [layers] were
-        exposed."""
+        each layer its number of fetches, their keys and slots [layers, G], and its number of misses
+        that the CPU computed. `seconds` [layers] were exposed."""
         residency = self.residency
         residency.begin_pass("decode")
         if self.trace is not None:
@@ -206,10 +214,10 @@ class DeviceCache:
         )
         wanted = residency.want_all(counts)
         self.recent = int(n_jobs.sum())
-        kept = self._replaced(n_jobs, keys, slots) if self.recent else 0
+        self._kept = self._replaced(n_jobs, keys, slots) if self.recent else 0
         if self.link.locking or (self._fill is not None and self._fill.due):
             self.dirty = True
-        self._meter.step(wanted, n_jobs, seconds, staged=self.recent - kept)
+        self._meter.step(wanted, n_jobs, n_cpu, seconds, staged=self.recent - self._kept)
 
     def _replaced(self, n_jobs: Ints, keys: Ints, slots: Ints) -> int:
         """Repeat on the host's tables what a step's fetches did to the device's; how many of them
@@ -226,13 +234,11 @@ class DeviceCache:
     def _note(self, ids: Ints, sequences: Sequence[str]) -> None:
         """Tell trace and policy who routed where."""
         policy = self.residency.policy
-        if self.trace is None and not policy.wants_sequences:
-            return
-        names, row_of = distinct(sequences)
-        for layer, routed in enumerate(ids):
-            if policy.wants_sequences:
-                policy.observe(names, layer, routed, row_of)
-            if self.trace is not None:
+        if policy.wants_sequences and self.residency.learning:
+            policy.observe_pass(sequences, ids)
+        if self.trace is not None:
+            names, row_of = distinct(sequences)
+            for layer, routed in enumerate(ids):
                 self.trace.record(layer, routed, names, row_of)
 
     def _shadow(self, gone: Ints, came: Ints) -> None:
@@ -241,27 +247,6 @@ class DeviceCache:
             arena.shadow(key, False)
         for key in came.tolist():
             arena.shadow(key, True)
-
-    def _ranking(self) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Slots in the order in which they may be taken, and which keys may take them."""
-        residency, policy, owner = self.residency, self.residency.policy, self.table.owner
-        free = np.flatnonzero(owner == FREE)
-        held = np.flatnonzero(owner >= 0)
-        order = held[policy.rank(owner[held], residency.clock)]
-        if residency.crowded:
-            idle = residency.idle(owner[order], IDLE)
-            order = np.concatenate((order[idle], order[~idle]))
-        # A step that is under way takes from the list it was given: these come last now.
-        order = np.concatenate((free, order))
-        mine = np.isin(order, self._taken)
-        order = np.concatenate((order[~mine], order[mine]))
-        expected = min(len(order) - 1, self.recent + SLACK)
-        self._taken = order[: expected + 1]
-        worst = int(owner[order[min(len(order) - 1, self.recent // 2)]])
-        if worst < 0:
-            return order, np.ones(len(self.table.slot_of), np.bool_)
-        admit = policy.admits(np.arange(len(self.table.slot_of)), worst, residency.clock)
-        return order, admit
 
     def _upload_sources(self) -> None:
         """Where the device can read which expert itself. What is not locked, or still being read,
@@ -309,7 +294,10 @@ class DeviceCache:
     @property
     def notes(self) -> tuple[str, ...]:
         """What start-up should tell people, as far as it is known then."""
-        return () if self.link.note is None else (self.link.note,)
+        notes = [] if self.link.note is None else [self.link.note]
+        if self.cpu is not None:
+            notes.append(f"The CPU computes a share of what misses ({self.cpu.description}).")
+        return tuple(notes)
 
     def stats(self) -> ExpertStats:
         """A snapshot of the counters."""
@@ -342,12 +330,13 @@ class DeviceCache:
         self._store.read(*divmod(key, self.experts), blob.data)
         found = self._pool.read(slot)
         for part in self.layout.parts:
-            size = part.shape[0] * part.shape[1] * DTYPE_BYTES[self.layout.dtype]
-            span = slice(part.offset, part.offset + size)
+            span = slice(part.offset, part.offset + part.nbytes)
             assert (found[span] == blob[span]).all(), f"slot {slot}: {part.name} is not of {key}"
 
     def close(self) -> None:
         """End the threads and unlock the arena."""
+        if self.cpu is not None:
+            self.cpu.close()
         if self._fill is not None:
             self._fill.close()
         self._fetcher.close()

@@ -29,7 +29,8 @@ from moestro.expert_cache.slot_table import SlotTable
 
 
 class Group(NamedTuple):
-    """Experts that are ready to compute with: `slots[i]` holds `experts[i]`."""
+    """Experts that are ready to compute with: `slots[i]` holds `experts[i]`. Experts ascend, as
+    tokens that are sorted by expert do."""
 
     experts: list[int]
     slots: list[int]
@@ -180,7 +181,7 @@ class Flight:
             room -= fetch.staged
             (chosen if fits else rest).append(fetch)
         self._arrived = rest
-        return chosen
+        return sorted(chosen, key=lambda fetch: fetch.expert)
 
     def _used(self) -> None:
         """The caller is done with the last group."""

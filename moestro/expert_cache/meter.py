@@ -27,6 +27,7 @@ class Meter:
         self.misses = [0] * layers
         self.exposed = [0.0] * layers
         self.staged = 0
+        self.computed = 0
         self._bytes = [0] * layers
         self._from_host = 0
         self._prefetched = np.zeros(2, np.int64)  # useful, wasted
@@ -47,16 +48,19 @@ class Meter:
         self._from_disk += not fetch.filled
         self.moved(fetch)
 
-    def step(self, wanted: Ints, fetched: Ints, seconds: Floats, *, staged: int) -> None:
-        """A decode step on the device: experts wanted, fetched from host memory and seconds that
-        it stood still for them, for each layer."""
-        for layer, (want, got, waited) in enumerate(
-            zip(wanted.tolist(), fetched.tolist(), seconds.tolist(), strict=True)
+    def step(
+        self, wanted: Ints, fetched: Ints, computed: Ints, seconds: Floats, *, staged: int
+    ) -> None:
+        """A decode step on the device: experts wanted, fetched from host memory, computed there,
+        and seconds that it stood still for them, for each layer."""
+        for layer, (want, got, left, waited) in enumerate(
+            zip(wanted.tolist(), fetched.tolist(), computed.tolist(), seconds.tolist(), strict=True)
         ):
-            self.hits[layer] += want - got
-            self.misses[layer] += got
+            self.hits[layer] += want - got - left
+            self.misses[layer] += got + left
             self.exposed[layer] += waited
             self._bytes[layer] += got * self._expert_bytes
+        self.computed += int(computed.sum())
         total = int(fetched.sum())
         self.staged += staged
         self._fetches += total
@@ -98,6 +102,7 @@ class Meter:
             misses=sum(self.misses),
             evictions=residency.evictions,
             staged=self.staged,
+            computed=self.computed,
             exposed_seconds=sum(self.exposed),
             fetch_seconds=self._fetch_seconds,
             fetches=self._fetches,

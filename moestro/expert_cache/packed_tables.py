@@ -23,7 +23,8 @@ class PackedTables:
     ) -> None:
         keys = layers * experts
         sizes = [("fault", 2), ("slot_of", keys), ("owner", slots)]
-        sizes += [("victims", slots), ("cursor", 2), ("admit", -(-keys // 4))]
+        sizes += [("victims", slots), ("cursor", 2), ("share", experts + 1)]
+        sizes += [("admit", -(-keys // 4))]
         self._all = torch.zeros(sum(n for _, n in sizes), dtype=torch.int32, device=device)
         spans, lo = {}, 0
         for name, size in sizes:
@@ -39,25 +40,30 @@ class PackedTables:
             victims=view["victims"],
             cursor=view["cursor"],
             fault=view["fault"],
+            share=view["share"],
             slots=slots,
             ring=ring,
             experts=experts,
         )
 
-    def send_all(self, slot_of: Ints, owner: Ints, victims: Ints, admit: Bools) -> None:
-        """What is where, what may leave in which order, and which keys may come; no fault."""
-        packed = self._ranked(victims, admit)
+    def send_all(
+        self, slot_of: Ints, owner: Ints, victims: Ints, admit: Bools, share: Ints
+    ) -> None:
+        """What is where, what may leave in which order, which keys may come, and how many of the
+        missing ones the CPU computes; no fault."""
+        packed = self._ranked(victims, admit, share)
         packed[self._spans["slot_of"]] = slot_of
         packed[self._spans["owner"]] = owner
         upload(packed, self._all)
 
-    def send_ranking(self, victims: Ints, admit: Bools) -> None:
-        """Only what may leave and what may come."""
+    def send_ranking(self, victims: Ints, admit: Bools, share: Ints) -> None:
+        """Only what may leave, what may come, and the CPU's share."""
         lo = self._spans["victims"].start
-        upload(self._ranked(victims, admit)[lo:], self._all[lo:])
+        upload(self._ranked(victims, admit, share)[lo:], self._all[lo:])
 
-    def _ranked(self, victims: Ints, admit: Bools) -> npt.NDArray[np.int32]:
+    def _ranked(self, victims: Ints, admit: Bools, share: Ints) -> npt.NDArray[np.int32]:
         packed = np.zeros(len(self._all), np.int32)
+        packed[self._spans["share"]] = share
         packed[self._spans["cursor"]] = 0, len(victims)
         lo = self._spans["victims"].start
         packed[lo : lo + len(victims)] = victims

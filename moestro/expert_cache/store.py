@@ -27,6 +27,9 @@ from moestro.expert_cache.direct import (
     unreadable,
 )
 from moestro.expert_cache.layout import DTYPE_BYTES, ExpertLayout, ExpertSource, Extent, Part
+from moestro.expert_cache.repack import REPACK
+from moestro.kernels.formats import FIELD_BYTES
+from moestro.kernels.packed import quantize
 
 
 class ExpertStore(Protocol):
@@ -127,23 +130,27 @@ class SafetensorsStore:
 
     def _target(self, extent: Extent, out: memoryview) -> Bytes:
         part = self._parts[extent.part]
-        size = DTYPE_BYTES[self.layout.dtype]
+        size = FIELD_BYTES[part.dtype]
         first, last = (part.offset + at * size for at in part.rows(*_rows(extent)))
         return np.frombuffer(out[first:last], np.uint8)
 
     def _raw(self, extent: Extent, out: memoryview) -> Bytes:
         """Where an extent's bytes are to be read to: their place in the blob if they fit as they
         are."""
-        if extent.dtype == self.layout.dtype and not extent.transposed:
+        kept = extent.dtype == self._parts[extent.part].dtype
+        if kept and not extent.transposed and not extent.repack:
             return self._target(extent, out)
         return np.empty(extent.nbytes, np.uint8)
 
     def _finish(self, extent: Extent, raw: Bytes, out: memoryview) -> None:
+        wanted = self._parts[extent.part].dtype
         if extent.transposed:
             raw = _transposed(raw, extent)
-        if extent.dtype != self.layout.dtype:
-            _convert(raw, extent.dtype, self._target(extent, out), self.layout.dtype)
-        elif extent.transposed:
+        if extent.repack:
+            raw = REPACK[extent.repack](raw, extent.rows)
+        if extent.dtype != wanted:
+            _convert(raw, extent.dtype, self._target(extent, out), wanted)
+        elif extent.transposed or extent.repack:
             np.copyto(self._target(extent, out), raw)
 
 
@@ -159,17 +166,45 @@ class DummyStore:
     def __init__(self, layout: ExpertLayout, seed: int) -> None:
         self.layout = layout
         self._size = DTYPE_BYTES[layout.dtype]
-        draws = np.random.default_rng(seed).standard_normal(
-            layout.nbytes // self._size + self._SPREAD, dtype=np.float32
-        )
+        random = np.random.default_rng(seed)
+        self._pool: Bytes
+        if layout.format is not None:
+            self._pool = _packed_blob(layout, random)
+            return
+        draws = random.standard_normal(layout.nbytes // self._size + self._SPREAD, dtype=np.float32)
         pool = torch.from_numpy(draws).mul_(0.02).to(getattr(torch, layout.dtype))
-        self._pool: Bytes = pool.view(torch.uint8).numpy()
+        self._pool = pool.view(torch.uint8).numpy()
 
     def read(self, layer: int, expert: int, out: memoryview) -> int:
         """See `ExpertStore.read`."""
+        if self.layout.format is not None:
+            return self._read_packed(16 * (layer * 1024 + expert), np.frombuffer(out, np.uint8))
         start = (layer * 1024 + expert) * 8 % self._SPREAD * self._size
         np.copyto(np.frombuffer(out, np.uint8), self._pool[start : start + self.layout.nbytes])
         return self.layout.nbytes
+
+    def _read_packed(self, shift: int, out: Bytes) -> int:
+        """The one packed expert with its codes `shift` bytes on, and scales as they are."""
+        np.copyto(out, self._pool)
+        for part in self.layout.parts:
+            if part.name.endswith(".codes"):
+                span = slice(part.offset, part.offset + part.nbytes)
+                out[span] = np.roll(self._pool[span], shift)
+        return self.layout.nbytes
+
+
+def _packed_blob(layout: ExpertLayout, random: np.random.Generator) -> Bytes:
+    assert layout.format is not None
+    blob = np.zeros(layout.nbytes, np.uint8)
+    hidden, width = layout.hidden, layout.intermediate
+    for name, shape, stack in (
+        ("gate_up", (2 * width, hidden), 2),
+        ("down", (hidden, width), 1),
+    ):
+        draws = torch.from_numpy(random.standard_normal(shape, dtype=np.float32)).mul_(0.02)
+        data = quantize(layout.format, draws, stack=stack).numpy()
+        blob[layout.start(name) :][: len(data)] = data
+    return blob
 
 
 def _copy_overlap(at: int, data: Bytes, start: int, raw: Bytes) -> None:
@@ -212,9 +247,9 @@ def _check_source(parts: Mapping[str, Part], source: ExpertSource) -> None:
     name = f"expert {source.expert} of MoE layer {source.layer}"
     spans: dict[str, list[tuple[int, int]]] = {part: [(0, 0)] for part in parts}
     for extent in source.extents:
-        if extent.dtype not in DTYPE_BYTES or extent.part not in parts:
+        if extent.part not in parts or not _readable(extent.dtype, parts[extent.part].dtype):
             raise ModelError(f"{name}: cannot read {extent.part!r} of dtype {extent.dtype!r}")
-        expected = extent.rows * parts[extent.part].shape[1] * DTYPE_BYTES[extent.dtype]
+        expected = extent.rows * parts[extent.part].shape[1] * FIELD_BYTES[extent.dtype]
         if extent.nbytes != expected:
             raise ModelError(
                 f"{name}: {extent.rows} rows of {extent.part} are {expected} bytes, "
@@ -225,6 +260,10 @@ def _check_source(parts: Mapping[str, Part], source: ExpertSource) -> None:
         rows = parts[part].shape[0]
         if any(end != start for (_, end), (start, _) in pairwise([*sorted(found), (rows, rows)])):
             raise ModelError(f"{name}: rows {sorted(found)[1:]} do not fill {part} of {rows} rows")
+
+
+def _readable(found: str, wanted: str) -> bool:
+    return found == wanted or (found in DTYPE_BYTES and wanted in DTYPE_BYTES)
 
 
 def _read_exactly(fd: int, extent: Extent, out: Bytes) -> None:

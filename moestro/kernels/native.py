@@ -1,14 +1,13 @@
-"""The CPU's own decode kernels, compiled with the package where a C++ compiler is at hand.
+"""A decode step's attention on the CPU, compiled with the package where a C++ compiler is at hand.
 
-Owns: finding the library and calling it with tensors. Does not own: what the ops mean
-(`kernels.reference`) or when they serve (`kernels.registry`). Float32 only.
+Owns: finding the library and calling it with tensors. Does not own: what the op means
+(`kernels.reference`) or when it serves (`kernels.registry`). Float32 only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -16,7 +15,6 @@ import torch
 _POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "moestro_decode_attention": [_POINTER] * 6 + [_INT] * 7 + [ctypes.c_float, _COUNT],
-    "moestro_grouped_experts": [_POINTER] * 5 + [_INT] * 3 + [_COUNT],
 }
 
 
@@ -36,7 +34,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def missing() -> str | None:
-    """Why these kernels do not serve here; None when they do."""
+    """Why this kernel does not serve here; None when it does."""
     library = _load()
     return library if isinstance(library, str) else None
 
@@ -65,36 +63,6 @@ def decode_attention(
     pointers = [t.data_ptr() for t in (q, rows, table, first, last, out)]
     sizes = batch, table.shape[1], layer, heads, kv_heads, dim, block_size
     _library().moestro_decode_attention(*pointers, *sizes, scale, torch.get_num_threads())
-    return out
-
-
-def grouped_experts(
-    rows: torch.Tensor,
-    sizes: Sequence[int],
-    gate_up: Sequence[int],
-    down: Sequence[int],
-    inner: int,
-) -> torch.Tensor:
-    """Gated MLPs of a few rows each: rows [R, H] float32 sorted by expert, `sizes` rows for each.
-
-    gate_up[i] and down[i] are the addresses of float32 [2 * inner, H] and [H, inner], as stored.
-    Returns [R, H].
-    """
-    rows = rows.contiguous()
-    out = torch.empty_like(rows)
-    count = len(sizes)
-    addresses = _POINTER * count
-    _library().moestro_grouped_experts(
-        rows.data_ptr(),
-        (_INT * count)(*sizes),
-        addresses(*gate_up),
-        addresses(*down),
-        out.data_ptr(),
-        count,
-        rows.shape[1],
-        inner,
-        torch.get_num_threads(),
-    )
     return out
 
 

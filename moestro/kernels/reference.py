@@ -6,7 +6,7 @@ Shapes: T tokens, B sequences, h query heads, g kv heads, d head dimension, E ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +88,23 @@ def biased_topk(
     return choice.topk(k, -1).indices
 
 
+def grouped_softmax(
+    logits: torch.Tensor, k: int, groups: int, kept: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router: softmax over all experts in float32, the k best out of the `kept` best groups of
+    equal size, where a group counts as much as its best expert.
+
+    logits [T, E] -> weights [T, k] float32, ids [T, k] int64.
+    """
+    scores = torch.softmax(logits, -1, dtype=torch.float32)
+    if groups > 1:
+        grouped = scores.view(len(scores), groups, -1)
+        best = grouped.amax(-1).topk(kept, -1).indices
+        out = torch.ones(best.shape[0], groups, dtype=torch.bool, device=best.device)
+        scores = grouped.masked_fill(out.scatter(-1, best, False)[..., None], 0.0).flatten(1)
+    return torch.topk(scores, k, -1)
+
+
 def sparse_mixer(
     logits: torch.Tensor, jitter: float, out: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,18 +128,59 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1) for gate_up [T, 2I] = [gate | up], gate at most
+    `limit` and up between -limit and limit before (arXiv 2508.10925)."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up + 1)
+
+
+def sink_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention with one more score a head, which takes its share and stands for no token (arXiv
+    2309.17453; as a learned number in arXiv 2508.10925).
+
+    q [B, g, r, T, d], where r heads share each of g kv heads; keys, values [B, g, S, d]; visible
+    bool [B or 1, 1, 1, T or 1, S]; sinks [g * r]. Returns [B, g, r, T, d]; softmax in float32.
+    """
+    groups, share = q.shape[1:3]
+    scores = torch.matmul(q, keys.mT[:, :, None]).float().mul_(scale)
+    scores.masked_fill_(~visible, -torch.inf)
+    sink = sinks.float().view(groups, share, 1, 1)
+    most = torch.maximum(scores.amax(-1, keepdim=True), sink)
+    scores = scores.sub_(most).exp_()
+    scores /= scores.sum(-1, keepdim=True) + (sink - most).exp()
+    return torch.matmul(scores.to(values.dtype), values[:, :, None])
+
+
 def decode_attention(
-    q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query a sequence over its own KV.
 
-    q [B, h, d]; kv [B, S, 2, g, d]; visible bool [B, 1, 1, S], True where a position is seen.
-    Returns [B, h * d]. The h / g queries that share a kv head are the rows of one small matrix.
+    q [B, h, d]; kv [B, S, 2, g, d]; visible bool [B, 1, 1, S], True where a position is seen; sinks
+    [h] as in `sink_attention`. Returns [B, h * d]. The h / g queries that share a kv head are the
+    rows of one small matrix.
     """
     batch, heads, dim = q.shape
     kv_heads = kv.shape[3]
     keys, values = kv.select(2, 0).transpose(1, 2), kv.select(2, 1).transpose(1, 2)
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+    if sinks is not None:
+        mask = visible[:, :, None]
+        out = sink_attention(grouped[..., None, :], keys, values, mask, sinks, scale)
+        return out.reshape(batch, heads * dim)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
     return out.reshape(batch, heads * dim)
 
@@ -134,10 +192,12 @@ def sweep_attention(
     start: int,
     window: int | None,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of queries at positions start, start + 1, ... over all keys from position 0.
 
-    q [T, h, d]; keys, values [S, g, d] with S >= start + T. Returns [T, h * d].
+    q [T, h, d]; keys, values [S, g, d] with S >= start + T; sinks [h] as in `sink_attention`.
+    Returns [T, h * d].
     """
     rows = q.shape[0]
     end = start + rows
@@ -148,6 +208,12 @@ def sweep_attention(
     mask = seen <= at
     if window is not None:
         mask &= seen > at - window
+    if sinks is not None:
+        kv_heads, dim = keys.shape[1:]
+        grouped = q.transpose(0, 1).reshape(1, kv_heads, -1, rows, dim)
+        keys, values = (t.transpose(0, 1)[None] for t in (keys, values))
+        out = sink_attention(grouped, keys, values, mask, sinks, scale)
+        return out.flatten(0, 2).transpose(0, 1).reshape(rows, -1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
@@ -159,23 +225,52 @@ def sweep_attention(
     return out[0].transpose(0, 1).reshape(rows, -1)
 
 
+def latent_attention(
+    q: torch.Tensor, latents: torch.Tensor, visible: torch.Tensor, scale: float, rank: int
+) -> torch.Tensor:
+    """Attention of all heads over one vector a token, which is its key and, with its first `rank`
+    elements, its value (arXiv 2405.04434, with the projections up from it absorbed).
+
+    q [B, T, h, d]; latents [B, S, d]; visible bool [B, T, 1, S]. Returns [B, T, h, rank]. Queries
+    of all heads are the rows of one matrix, and a whole vector is the value, so that the kernel
+    for keys and values of the same width serves.
+    """
+    batch, rows, heads, dim = q.shape
+    mask = visible.expand(-1, -1, heads, -1).reshape(batch, 1, rows * heads, -1)
+    shared = latents[:, None]
+    flat = q.reshape(batch, 1, rows * heads, dim)
+    out = F.scaled_dot_product_attention(flat, shared, shared, attn_mask=mask, scale=scale)
+    return out.view(batch, rows, heads, dim)[..., :rank]
+
+
 def grouped_experts(
     rows: torch.Tensor,
     sizes: list[int],
     gate_up: Sequence[torch.Tensor],
     down: Sequence[torch.Tensor],
+    gating: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+    biases: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Gated MLP of several experts: rows [R, H] sorted by expert, `sizes` rows for each.
 
     gate_up[i] [H, 2I] and down[i] [I, H], transposed views of the stored matrices, belong to the
-    i-th group. Returns [R, H].
+    i-th group, as do biases[i], [2I] and [H]. Returns [R, H].
     """
     wide = rows.new_empty(rows.shape[0], gate_up[0].shape[1])
     _each_mm(rows, sizes, gate_up, wide)
-    inner = swiglu(wide)
+    if biases is not None:
+        _each_add(wide, sizes, [one for one, _ in biases])
+    inner = gating(wide)
     result = torch.empty_like(rows)
     _each_mm(inner, sizes, down, result)
+    if biases is not None:
+        _each_add(result, sizes, [one for _, one in biases])
     return result
+
+
+def _each_add(rows: torch.Tensor, sizes: list[int], biases: Sequence[torch.Tensor]) -> None:
+    for part, bias in zip(rows.split_with_sizes(sizes), biases, strict=True):
+        part.add_(bias)
 
 
 def _each_mm(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 NONE, NOT_IN_HOST_MEMORY, NO_SLOT = 0, 1, 2  # faults
+FEW = 4  # see gpu.acquire
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Tables:
     experts: int
     cursor: int = 0
     fault: tuple[int, int] = (NONE, 0)
+    share: list[int] = field(default_factory=list)  # of so many misses, those left to the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,15 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuJob:
+    """One expert that the CPU computes where it lies, and its routes."""
+
+    key: int
+    source: int
+    routes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a layer has to copy and compute; nothing at all after a fault."""
 
@@ -44,10 +55,12 @@ class Work:
     group_slot: list[int] = field(default_factory=list)
     group_lo: list[int] = field(default_factory=lambda: [0])
     jobs: list[Job] = field(default_factory=list)
+    cpu: list[CpuJob] = field(default_factory=list)
 
 
 def acquire(layer: int, ids: Sequence[int], tables: Tables) -> Work:
-    """Give every expert of `ids` (one for each route, -1 for none) a slot.
+    """Give every expert of `ids` (one for each route, -1 for none) a slot, or leave it to the CPU
+    (slot -1).
 
     Changes the tables, or after a fault, old or new, only `tables.fault`. An expert that is not in
     host memory is reported before a lack of slots.
@@ -62,16 +75,32 @@ def acquire(layer: int, ids: Sequence[int], tables: Tables) -> Work:
     if any(tables.source[key] == 0 for key in missing):
         tables.fault = (NOT_IN_HOST_MEMORY, layer)
         return Work(order)
+    count = {key: routes.count(key % tables.experts) for key in keys}
+    left = _left_to_cpu(missing, count, tables)
     places = _Places(tables, frozenset(keys))
-    given = places.share_out(missing)
+    given = places.share_out([key for key in missing if key not in left])
     if given is None:
         tables.fault = (NO_SLOT, layer)
         return Work(order)
-    jobs = [Job(key, given[key], tables.source[key]) for key in missing]
+    jobs = [Job(key, given[key], tables.source[key]) for key in missing if key in given]
     places.enter(given)
     slots = [given[key] if key in given else tables.slot_of[key] for key in keys]
     ends = [sum(i <= expert for i in routes) for expert in needed]
-    return Work(order, slots, [0, *ends], jobs)
+    cpu = [
+        CpuJob(key, tables.source[key], [r for r in order if routes[r] == key % tables.experts])
+        for key in missing
+        if key in left
+    ]
+    return Work(order, slots, [0, *ends], jobs, cpu)
+
+
+def _left_to_cpu(missing: Sequence[int], count: dict[int, int], tables: Tables) -> frozenset[int]:
+    """Those of the missing keys that get no slot: as many as `share` says, first those with few
+    routes (up to FEW are one class), among them those that may not enter the cache."""
+    if not tables.share:
+        return frozenset()
+    worth = sorted(missing, key=lambda key: ((count[key] - 1) // FEW, tables.admit[key], key))
+    return frozenset(worth[: tables.share[len(missing)]])
 
 
 class _Places:

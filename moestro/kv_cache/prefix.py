@@ -1,21 +1,26 @@
 """The prefix index: which block holds the keys and values of which tokens.
 
-Owns: the chain of keys over full blocks and the map from key to block. Does not own: whether a
-block is held or free (`kv_cache.blocks`).
+Owns: the chain of keys over full blocks and, for each group of layers, the map from key to block.
+Does not own: whether a block is held or free (`kv_cache.blocks`), or how many of the blocks before
+a token are needed (`kv_cache.manager`).
 
 A key is a 256-bit hash of the previous key and the block's tokens, so equal keys mean equal
 prefixes, unless two hashes collide. That is not left to luck: a hit also compares the salt, the
-block's tokens and the entry before it, so it is exact whatever the hash function does.
+block's tokens and the entry before it, so it is exact whatever the hash function does. Therefore an
+entry stays while one after it has a block, though its own blocks are gone: windowed layers need no
+more than the last blocks.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
 Digest = Callable[[bytes], bytes]
+GONE = -1  # in place of a block's number: there is none
 
 
 def digest256(data: bytes) -> bytes:
@@ -36,13 +41,14 @@ class Chain:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One indexed block. Compared by identity: `parent` is the very entry that comes before."""
+    """The tokens of one block. Compared by identity: `parent` is the very entry before it."""
 
     key: bytes
     parent: Entry | None
     salt: str | None
     tokens: tuple[int, ...]
-    block: int
+    blocks: list[int]  # that hold them, one for each group of layers, or GONE
+    uses: int = 0  # entries after this one, and `pin`s: it stays without blocks of its own
 
     def holds(self, parent: Entry | None, salt: str | None, tokens: tuple[int, ...]) -> bool:
         """True when this is the block for `tokens` after `parent`."""
@@ -56,7 +62,7 @@ class PrefixIndex:
         self._size = block_size
         self._digest = digest
         self._by_key: dict[bytes, Entry] = {}
-        self._by_block: dict[int, Entry] = {}
+        self._by_block: dict[int, tuple[Entry, int]] = {}  # with the group of layers
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -70,8 +76,8 @@ class PrefixIndex:
         return block in self._by_block
 
     def is_current(self, entry: Entry) -> bool:
-        """True until the block of `entry` is taken for something else."""
-        return self._by_block.get(entry.block) is entry
+        """True until neither `entry` nor one after it has a block."""
+        return self._by_key.get(entry.key) is entry
 
     def root(self, salt: str | None) -> bytes:
         """The key before the first block. No salt and an empty salt are different."""
@@ -93,7 +99,7 @@ class PrefixIndex:
         return tuple(keys)
 
     def match(self, chain: Chain) -> list[Entry]:
-        """The leading blocks of `chain` that are indexed, up to what it may reuse."""
+        """The leading entries of `chain`, up to what it may reuse. Some may have lost blocks."""
         size, parent, found = self._size, None, []
         for number in range(chain.reusable):
             entry = self._by_key.get(chain.keys[number])
@@ -105,7 +111,8 @@ class PrefixIndex:
         return found
 
     def publish(self, entry: Entry) -> Entry | None:
-        """Index `entry`, or return the one that already answers for the same content.
+        """Index `entry`, or return the one that already answers for the same content; that takes
+        over the blocks which it lacks.
 
         None when the key stands for other content, or the entry before has left the index.
         """
@@ -113,16 +120,41 @@ class PrefixIndex:
             return None
         known = self._by_key.get(entry.key)
         if known is None:
-            assert entry.block not in self._by_block, entry.block
-            self._by_key[entry.key] = self._by_block[entry.block] = entry
-            return entry
-        return known if known.holds(entry.parent, entry.salt, entry.tokens) else None
+            known = self._by_key[entry.key] = entry
+            if entry.parent is not None:
+                entry.parent.uses += 1
+        elif not known.holds(entry.parent, entry.salt, entry.tokens):
+            return None
+        for group, block in enumerate(entry.blocks):
+            if block != GONE and (known is entry or known.blocks[group] == GONE):
+                assert block not in self._by_block, block
+                known.blocks[group] = block
+                self._by_block[block] = known, group
+        return known
+
+    def pin(self, entry: Entry) -> None:
+        """Somebody will publish after `entry`: keep it until `unpin`."""
+        entry.uses += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """The opposite of `pin`."""
+        entry.uses -= 1
+        self._prune(entry)
 
     def forget(self, block: int) -> None:
         """The content of `block` is about to be overwritten. Harmless when it is not indexed."""
-        entry = self._by_block.pop(block, None)
+        entry, group = self._by_block.pop(block, (None, 0))
         if entry is not None:
+            entry.blocks[group] = GONE
+            self._prune(entry)
+
+    def _prune(self, entry: Entry | None) -> None:
+        """Take `entry` out when nobody can need it, and those before it."""
+        while entry is not None and not entry.uses and set(entry.blocks) == {GONE}:
             del self._by_key[entry.key]
+            entry = entry.parent
+            if entry is not None:
+                entry.uses -= 1
 
     def blocks(self) -> Iterator[int]:
         """The indexed blocks."""
@@ -130,9 +162,17 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise AssertionError unless keys, blocks and hashes agree."""
-        assert len(self._by_key) == len(self._by_block), "a block is published twice"
-        for block, entry in self._by_block.items():
-            assert entry.block == block, (entry.block, block)
-            assert self._by_key.get(entry.key) is entry, f"block {block} is not under its key"
+        after = Counter(id(entry.parent) for entry in self._by_key.values())
+        held = 0
+        for key, entry in self._by_key.items():
+            assert entry.key == key, f"{entry.tokens} is not under its key"
             before = self.root(entry.salt) if entry.parent is None else entry.parent.key
-            assert self.extend(before, entry.tokens) == entry.key, f"block {block} has a wrong key"
+            assert self.extend(before, entry.tokens) == key, f"{entry.tokens} has a wrong key"
+            assert entry.parent is None or self.is_current(entry.parent), "an entry has no past"
+            assert entry.uses >= after[id(entry)], "an entry could vanish before one after it"
+            for group, block in enumerate(entry.blocks):
+                if block != GONE:
+                    held += 1
+                    assert self._by_block.get(block) == (entry, group), f"block {block} is lost"
+            assert entry.uses or set(entry.blocks) != {GONE}, "an entry is of no use"
+        assert held == len(self._by_block), "a block is published twice"

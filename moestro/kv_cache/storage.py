@@ -3,8 +3,9 @@
 Owns: one tensor for all layers, block-major so that whole blocks can later be given back. Does
 not own: which block belongs to whom (`kv_cache.manager`).
 
-A *row* is one block of one layer: row = block * layers + layer. Steps carry rows of layer 0, and
-a view adds its layer.
+A *row* is one block of one layer: row = block * layers + layer, where `layers` is how many a block
+has and `layer` the number among them (`kv_cache.groups`). Steps carry rows of layer 0, and a view
+adds its layer.
 """
 
 from __future__ import annotations
@@ -14,57 +15,58 @@ from math import prod
 
 import torch
 
+from moestro.kv_cache.groups import LayerGroups
 from moestro.pages import mapped
 
 HUGE_PAGES_FROM = 8 << 20  # bytes of a pool, which is all in use from the start
 
 
 class LayerKV:
-    """One layer's part of the pool."""
+    """One layer's part of the pool: number `layer` in the blocks of `group`."""
 
-    def __init__(self, pool: torch.Tensor, layer: int) -> None:
-        blocks, layers, self.block_size, _, heads, dim = pool.shape
+    def __init__(self, pool: torch.Tensor, group: int, layer: int) -> None:
+        blocks, layers, self.block_size, *entry = pool.shape
+        self.group = group
         self.layer = layer
-        self._shape = (2, heads, dim)
+        self._entry = tuple(entry)
         self.rows = pool.view(blocks * layers, -1)
         self._tokens = pool.view(blocks * layers * self.block_size, -1)
 
     def write(self, places: torch.Tensor, new: torch.Tensor) -> None:
-        """Store new [T, 2, kv_heads, head_dim] at `places` [T] = row of layer 0 * block_size +
-        offset in the block."""
+        """Store new [T, *entry] at `places` [T] = row of layer 0 * block_size + offset in the
+        block; `entry` is what `LayerMemory` says."""
         where = places + self.layer * self.block_size
         self._tokens.index_copy_(0, where, new.reshape(new.shape[0], -1))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Copy of the blocks at `rows` [..., n] (rows of layer 0), laid end to end:
-        [..., n * block_size, 2, kv_heads, head_dim]."""
+        [..., n * block_size, *entry]."""
         found = self.rows.index_select(0, (rows + self.layer).view(-1))
-        return found.view(*rows.shape[:-1], rows.shape[-1] * self.block_size, *self._shape)
+        return found.view(*rows.shape[:-1], rows.shape[-1] * self.block_size, *self._entry)
 
 
 class KVStorage:
-    """Memory of the KV pool: [blocks, layers, block_size, 2, kv_heads, head_dim].
+    """Memory of the KV pool: [blocks, layers, block_size, *entry].
 
     Blocks never written hold zeros, so that a masked position multiplies to zero and not to NaN.
     """
 
     def __init__(
         self,
-        *,
+        groups: LayerGroups,
         blocks: int,
-        layers: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (blocks, layers, block_size, 2, kv_heads, head_dim)
+        """Room for `blocks` blocks, each of which may serve any of `groups`."""
+        block = groups.block
+        shape = (blocks, block.layers, block.block_size, *block.entry)
         # Filled, not `torch.zeros`, which may leave pages to be found missing under load.
         self.pool = _empty(shape, dtype, torch.device(device)).zero_()
-        self.block_size = block_size
-        self.layers = layers
-        self._views = [LayerKV(self.pool, layer) for layer in range(layers)]
+        self.block_size = block.block_size
+        self.layers = block.layers
+        self.kinds = groups.kinds
+        self._views = [LayerKV(self.pool, group, layer) for group, layer in groups.places]
 
     @property
     def nbytes(self) -> int:

@@ -46,6 +46,7 @@ class Draft:
     seats: int
     blocks: int  # free ones
     reserve: int  # of those, to be left for running sequences
+    growth: int  # of those, what each running sequence may take next
     closed: bool = False  # somebody did not fit: only those who have started may go
     shares: list[tuple[Sequence, int]] = field(default_factory=list)  # tokens of each
     promised: set[bytes] = field(default_factory=set)
@@ -70,7 +71,7 @@ class Draft:
         if chosen.needs is not None:
             self.seats -= 1
             self.blocks -= chosen.needs
-            self.reserve += 1
+            self.reserve += self.growth
 
     def promise(self, chosen: Candidate, share: int, block_size: int) -> None:
         """Note the blocks that `share` tokens of `chosen` fill."""
@@ -92,8 +93,9 @@ class Filling:
     ) -> list[tuple[Sequence, int]]:
         """The sequences of the next sweep, and how many tokens of each; empty: none now.
 
-        `paused` are those whose prompts are partly done. A newcomer leaves one free block for
-        each of the `running`, so that it is not pushed out again at once as they grow.
+        `paused` are those whose prompts are partly done. A newcomer leaves one free block (in
+        every group of layers) for each of the `running`, so that it is not pushed out again at once
+        as they grow.
         """
         long_free = sweeps.is_free(small=False)
         small_free = sweeps.is_free(small=True)
@@ -103,7 +105,8 @@ class Filling:
             left=self._window if long_free else self.small,
             seats=self.seats - running,
             blocks=self._kv.free_blocks,
-            reserve=running,
+            reserve=running * self._kv.growth,
+            growth=self._kv.growth,
         )
         candidates = self._candidates(paused, waiting, draft, sweeps)
         self._fill(draft, candidates, long_free)

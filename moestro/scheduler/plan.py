@@ -1,14 +1,21 @@
 """What a turn of the engine loop is to do, as frozen values.
 
 Owns: the shape of a decision. `scheduler.scheduler` makes them, the engine's executor carries
-them out. Positions and lengths are in tokens, `blocks` are block numbers of the KV pool in order.
+them out. Positions and lengths are in tokens, `blocks` are block numbers of the KV pool in order
+(`kv_cache.prefix.GONE` where one was given back), and `further` are those of further groups of
+layers (`kv_cache.groups`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moestro.kv_cache.prefix import GONE
 from moestro.types import TokenLogprobs
+
+
+def _held(*tables: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(block for table in tables for block in table if block != GONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,12 @@ class DecodeRow:
     position: int  # of `token`; its KV goes to blocks[position // block_size]
     blocks: tuple[int, ...]
     output_index: int  # outputs sampled before this one: the counter for its random number
+    further: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """All blocks of all groups."""
+        return _held(self.blocks, *self.further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,12 @@ class SweepRow:
     blocks: tuple[int, ...]
     output_index: int
     samples: bool  # True when this run ends the prompt: sample from its last token
+    further: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """All blocks of all groups."""
+        return _held(self.blocks, *self.further)
 
 
 @dataclass(frozen=True, slots=True)

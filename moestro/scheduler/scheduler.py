@@ -214,7 +214,8 @@ class Scheduler:
             if self._make_room(seq):
                 token = None if seq.launched else seq.tokens[-1]
                 blocks, outputs = self._kv.table(seq.id), seq.outputs + len(seq.launched)
-                rows.append(DecodeRow(seq.id, token, seq.ahead - 1, blocks, outputs))
+                further = self._kv.further_tables(seq.id)
+                rows.append(DecodeRow(seq.id, token, seq.ahead - 1, blocks, outputs, further))
         return tuple(rows)
 
     def _launch(self, rows: tuple[DecodeRow, ...]) -> DecodePlan:
@@ -224,7 +225,7 @@ class Scheduler:
         return DecodePlan(rows, self._steps)
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Get the block for its next token; False when `seq` itself had to give way."""
+        """Get the blocks for its next token; False when `seq` itself had to give way."""
         while not self._kv.grow(seq.id, seq.ahead):
             victim = self._running.last()
             self._preempt(victim)
@@ -260,6 +261,7 @@ class Scheduler:
             blocks=self._kv.table(seq.id),
             output_index=seq.outputs,
             samples=end == len(seq.tokens),
+            further=self._kv.further_tables(seq.id),
         )
         return Run(seq, row, seq.chain.keys[start // size : end // size])
 

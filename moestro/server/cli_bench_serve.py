@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from moestro.config import ENV_PREFIX
+from moestro.config_values import ENV_PREFIX
 from moestro.engine.bench_figures import (
     Link,
     Phase,

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, cast
 
 from pydantic.fields import FieldInfo
 
-from moestro.config import ENV_PREFIX, MULTIPLE, Config, nearest
+from moestro.config import MULTIPLE, Config, nearest
+from moestro.config_values import ENV_PREFIX
 from moestro.errors import ConfigError
 
 

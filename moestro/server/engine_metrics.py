@@ -47,6 +47,10 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "expert_hits": ("Wanted experts found in slots.", lambda s: s.experts.hits),
     "expert_misses": ("Wanted experts not in slots.", lambda s: s.experts.misses),
     "expert_evictions": ("Experts that left their slot.", lambda s: s.experts.evictions),
+    "expert_cpu_computed": (
+        "Misses that the CPU computed in host memory.",
+        lambda s: s.experts.computed,
+    ),
     "expert_staged": ("Misses served without a slot.", lambda s: s.experts.staged),
     "expert_exposed_fetch_seconds": (
         "Time that compute stood still for an expert.",

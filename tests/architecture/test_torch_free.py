@@ -20,6 +20,7 @@ PURE = [
     "moestro.engine.messages",
     "moestro.engine.handle",
     "moestro.kv_cache.blocks",
+    "moestro.kv_cache.groups",
     "moestro.kv_cache.manager",
     "moestro.kv_cache.prefix",
     "moestro.kv_cache.spec",

@@ -7,6 +7,8 @@ import torch
 
 from moestro.engine.batch import DecodeBuilder
 from moestro.engine.rotary import Rotary
+from moestro.kv_cache.prefix import GONE
+from moestro.kv_cache.spec import LayerMemory, PagedKV, WindowKV
 from moestro.scheduler.plan import DecodePlan, DecodeRow
 
 SIZE, LAYERS = 4, 3
@@ -22,15 +24,20 @@ def plan(positions: list[int]) -> DecodePlan:
     )
 
 
-@pytest.mark.parametrize("window", [None, 6])
+FULL, WINDOW = PagedKV(1, 1, 1, 4, SIZE), WindowKV(1, 1, 1, 4, SIZE, window=6)
+
+
+def builder(*kinds: LayerMemory, paged: bool = False) -> DecodeBuilder:
+    return DecodeBuilder(SIZE, LAYERS, Rotary(torch.ones(4)), kinds, paged)
+
+
 @pytest.mark.parametrize(
     ("positions", "groups"), [([0], 1), ([3, 9, 5], 1), ([3, 2900, 2, 2700], 2), ([0, 9000, 40], 3)]
 )
 def test_groups_cover_each_row_once_and_see_its_tokens_only(
-    positions: list[int], groups: int, window: int | None
+    positions: list[int], groups: int
 ) -> None:
-    builder = DecodeBuilder(SIZE, LAYERS, Rotary(torch.ones(4)), window, paged=False)
-    step = builder.build(plan(positions))
+    (step,) = builder(FULL).build(plan(positions))
     assert len(step.groups) == groups
     seen: list[int] = []
     for group in step.groups:
@@ -39,8 +46,7 @@ def test_groups_cover_each_row_once_and_see_its_tokens_only(
         for line, row in enumerate(rows):
             visible = group.visible[line].flatten().nonzero().flatten().tolist()
             last = positions[row]
-            first = 0 if window is None else max(0, last - window + 1)
-            assert visible == list(range(first, last + 1))
+            assert visible == list(range(last + 1))
             blocks = group.table[line, : last // SIZE + 1]
             assert blocks.tolist() == [(1000 * row + b) * LAYERS for b in range(last // SIZE + 1)]
     assert sorted(seen) == list(range(len(positions)))
@@ -50,25 +56,38 @@ def test_groups_cover_each_row_once_and_see_its_tokens_only(
 
 
 def test_a_table_that_grew_is_not_remembered_as_it_was() -> None:
-    builder = DecodeBuilder(SIZE, LAYERS, Rotary(torch.ones(4)), None, paged=False)
-    builder.build(plan([3]))
-    grown = builder.build(plan([4]))
+    remembers = builder(FULL)
+    remembers.build(plan([3]))
+    (grown,) = remembers.build(plan([4]))
     assert grown.groups[0].table.tolist() == [[0, LAYERS]]
-    builder.forget("0")
+    remembers.forget("0")
     moved = DecodePlan((DecodeRow("0", 7, 4, (5, 6), 0),))
-    assert builder.build(moved).groups[0].table.tolist() == [[5 * LAYERS, 6 * LAYERS]]
+    assert remembers.build(moved)[0].groups[0].table.tolist() == [[5 * LAYERS, 6 * LAYERS]]
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_paged_step_names_blocks_and_first_and_last_position(window: int | None) -> None:
+def test_windowed_layers_see_only_blocks_of_the_window() -> None:
+    """Position 9 sees 4 .. 9 in blocks 1 and 2, which are other ones for those layers."""
+    row = DecodeRow("0", 7, 9, (5, 6, 7), 0, further=((GONE, 8, 9),))
+    for paged in (False, True):
+        full, window = builder(FULL, WINDOW, paged=paged).build(DecodePlan((row,)))
+        assert full.places.tolist() == [7 * LAYERS * SIZE + 1]
+        assert window.places.tolist() == [9 * LAYERS * SIZE + 1]
+        if paged:
+            assert window.paged is not None
+            assert window.paged.table.tolist() == [[8 * LAYERS, 9 * LAYERS]]
+            assert (window.paged.first.tolist(), window.paged.last.tolist()) == ([0], [5])
+        else:
+            assert window.groups[0].table.tolist() == [[8 * LAYERS, 9 * LAYERS]]
+            assert window.groups[0].visible.flatten().tolist() == [True] * 6 + [False] * 2
+
+
+def test_a_paged_step_names_blocks_and_first_and_last_position() -> None:
     positions = [3, 2900, 0]
-    builder = DecodeBuilder(SIZE, LAYERS, Rotary(torch.ones(4)), window, paged=True)
-    step = builder.build(plan(positions))
+    (step,) = builder(FULL, paged=True).build(plan(positions))
     assert step.paged is not None
     assert not step.groups
     assert step.paged.last.tolist() == positions
-    first = [0, 0, 0] if window is None else [max(0, at - window + 1) for at in positions]
-    assert step.paged.first.tolist() == first
+    assert step.paged.first.tolist() == [0, 0, 0]
     for row, at in enumerate(positions):
         blocks = [(1000 * row + b) * LAYERS for b in range(at // SIZE + 1)]
         assert step.paged.table[row, : len(blocks)].tolist() == blocks

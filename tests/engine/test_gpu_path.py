@@ -16,6 +16,7 @@ import pytest
 
 from moestro.engine import build
 from moestro.engine.gpu.executor import GpuExecutor
+from moestro.kernels.cpu_experts import missing
 from moestro.scheduler.plan import DecodePlan
 from moestro.types import Finish, Grammar, Request, SamplingParams
 from tests.models.test_parity import blob, experts
@@ -23,6 +24,7 @@ from tests.oracle import drive, tiny
 from tests.oracle.golden import Golden
 from tests.oracle.interpreter import mend
 from tests.oracle.specs import SPECS
+from tests.oracle.split import fix_share
 from tests.oracle.vocabulary import EOS, FIRST_BYTE
 
 Checkpoints = Callable[[str], Path]
@@ -67,6 +69,27 @@ def test_text_is_transformers_with_few_slots_and_half_on_disk(
         stats = engine.stats().experts
         assert stats.misses > 0
         assert stats.disk.bytes_read > 0
+
+
+@pytest.mark.skipif(missing() is not None, reason="the CPU's expert kernels are not compiled")
+@pytest.mark.parametrize("answers", [True, False])
+def test_text_is_transformers_when_the_cpu_computes_half_of_the_misses(
+    answers: bool, checkpoint: Checkpoints, golden: Goldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_share(monkeypatch)
+    case = min(golden(NAME).cases, key=lambda case: len(case.prompt))
+    with drive.engine(checkpoint(NAME), **settings(cpu_experts="on")) as engine:
+        cpu = engine._cache.cpu  # type: ignore[union-attr]
+        if not answers:
+            monkeypatch.setattr("moestro.kernels.gpu.cpu_share.LONGEST_WAIT", 3)
+            cpu._pool.pause()
+        found = drive.generate(engine, [drive.greedy("a", case.prompt, 2)])["a"]
+        cpu._pool.resume()
+        assert tuple(found.tokens) == case.tokens[:2]
+        drive.settle(engine)
+        engine._cache.check(verify_bytes=True)  # type: ignore[call-arg]
+        assert (cpu.stalls > 0) is not answers
+        assert (engine.stats().experts.computed > 0) is answers
 
 
 def test_a_prompt_fetches_what_it_foretells(

@@ -7,16 +7,19 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moestro.config import Config
 from moestro.engine import link
 from moestro.engine.handle import EngineHandle
+from moestro.engine.messages import Progress
 from moestro.engine.restarts import Restarts
 from moestro.errors import EngineDead, OutOfMemory, QueueFull, Unavailable
 from moestro.types import Finish, Request, SamplingParams
@@ -307,3 +310,25 @@ async def test_before_the_first_engine_is_ready_nothing_is_restarted(tmp_path: P
         assert engine.restarts == 0
     finally:
         await engine.aclose()
+
+
+async def test_an_engine_that_is_faster_than_the_server_leaves_time_to_others() -> None:
+    """Receiving does not wait while there is a message, so nothing else would run any more."""
+    began = time.monotonic()
+
+    class Flood:
+        def recv(self) -> asyncio.Future[bytes]:
+            assert time.monotonic() - began < 5, "nobody else got a turn"
+            ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            ready.set_result(msgspec.msgpack.encode([Progress("weights", 1, 2)]))
+            return ready
+
+    heard: list[object] = []
+    flooded = link.Link.__new__(link.Link)
+    flooded._socket, flooded._hear = Flood(), heard.append  # type: ignore[assignment]
+    listening = asyncio.create_task(flooded._listen())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        assert not listening.done()
+    listening.cancel()
+    assert len(heard) > 1, "what has come is read in one go"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from moestro.engine.live import Live
 from moestro.engine.restarts import Restarts
@@ -65,7 +66,7 @@ def test_times_count_from_the_first_engine() -> None:
     assert first.timing == TIMING
     one.crashed()
     one.submit(8.0)
-    again = replace(TIMING, cached_tokens=0, preemptions=0)
+    again = structs.replace(TIMING, cached_tokens=0, preemptions=0)
     assert one.take(TokenEvent("a", (2,), timing=again), 9.0).timing is None
     last = one.take(TokenEvent("a", (3,), timing=again, finish=Finish.LENGTH), 10.0)
     assert last.timing == Timing(1.0, 2.0, 5.0, 1.0, 2, 1)

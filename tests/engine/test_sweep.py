@@ -15,14 +15,18 @@ from moestro.engine.engine import Engine
 from moestro.engine.executor import Executor
 from moestro.scheduler.plan import DecodePlan, DecodeRow, Sampled, SweepPlan, SweepRow
 from moestro.types import Request, SamplingParams
-from tests.oracle import tiny
+from tests.oracle import families, tiny
 
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("sweep") / "model", tiny.Spec("qwen3_moe", 5))
+@pytest.fixture(scope="module", params=["grouped", "latent"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with each kind of attention."""
+    folder = tmp_path_factory.mktemp("sweep") / "model"
+    if request.param == "latent":
+        return families.make(folder, families.TINY["deepseek-v2"])
+    return tiny.make(folder, tiny.Spec("qwen3_moe", 5))
 
 
 @pytest.fixture

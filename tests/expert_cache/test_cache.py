@@ -167,6 +167,27 @@ def test_a_group_stays_whole_until_the_next_is_asked_for() -> None:
     cache.close()
 
 
+def test_experts_of_a_group_ascend_in_whichever_order_they_arrive() -> None:
+    class Late(FakeStore):
+        """Expert 1 arrives after expert 4."""
+
+        def read(self, layer: int, expert: int, out: memoryview) -> int:
+            while expert == 1 and not cache._fetcher._done.qsize():
+                time.sleep(0.001)
+            return super().read(layer, expert, out)
+
+    cache = small_cache(Late(), slots=2, staging=2, host=4, workers=2)
+    with cache.acquire(0, counts_of([1, 4], EXPERTS)) as lease:
+        groups = lease.groups()
+        while cache._fetcher._done.qsize() < 2:
+            time.sleep(0.001)
+        group = next(groups)
+        assert group.experts == [1, 4]  # as rows are, that are sorted by expert
+        assert holds(cache, group.slots[0], 0, 1)
+        assert next(groups, None) is None
+    cache.close()
+
+
 def test_a_used_staging_slot_is_filled_before_waiting_for_another() -> None:
     class Chained(FakeStore):
         """Expert 1 arrives only once expert 2 is being read."""

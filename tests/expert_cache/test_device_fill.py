@@ -148,7 +148,7 @@ class DeviceFillModel(RuleBasedStateMachine):
         write_back(cache, after)
         if after.fault[0] == NONE:
             routed = np.array(ids).reshape(LAYERS, ROWS, TOP_K)
-            cache.collect(routed, n_jobs, job_key, job_slot, np.zeros(LAYERS), NAMES)
+            cache.collect(routed, n_jobs, job_key, job_slot, 0 * n_jobs, np.zeros(LAYERS), NAMES)
             return
         assert after.fault[0] == NOT_IN_HOST_MEMORY, "there are slots for each layer of a step"
         cache.faulted(n_jobs, job_key, job_slot)
@@ -265,7 +265,8 @@ def test_steps_go_on_running_ahead_until_enough_has_arrived() -> None:
 
     def step() -> bool:
         ids = np.full((LAYERS, ROWS, TOP_K), 0)
-        cache.collect(ids, np.zeros(LAYERS, np.int32), none, none, np.zeros(LAYERS), NAMES)
+        no_jobs = np.zeros(LAYERS, np.int32)
+        cache.collect(ids, no_jobs, none, none, no_jobs, np.zeros(LAYERS), NAMES)
         return cache.dirty
 
     assert len(fetcher.reading) == 8

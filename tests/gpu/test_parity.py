@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from moestro.kernels.cpu_experts import missing
 from tests.models.test_parity import assert_greedy_text, blob, experts
 from tests.oracle import drive
 from tests.oracle.golden import Golden
 from tests.oracle.specs import FULL_MATRIX, SPECS
+from tests.oracle.split import fix_share
 
 Checkpoints = Callable[[str], Path]
 Goldens = Callable[[str], Golden]
@@ -67,6 +69,17 @@ def test_preemption(name: str, checkpoint: Checkpoints, golden: Goldens) -> None
 def test_arriving_while_others_decode(name: str, checkpoint: Checkpoints, golden: Goldens) -> None:
     with drive.engine(checkpoint(name), **starved(name)) as engine:
         assert_greedy_text(engine, golden(name), every=7)
+
+
+@pytest.mark.skipif(missing() is not None, reason="the CPU's expert kernels are not compiled")
+@pytest.mark.parametrize("name", FULL_MATRIX)
+def test_half_of_the_misses_on_the_cpu(
+    name: str, checkpoint: Checkpoints, golden: Goldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_share(monkeypatch)
+    with drive.engine(checkpoint(name), **starved(name, cpu_experts="on")) as engine:
+        stats = assert_greedy_text(engine, golden(name))
+        assert stats.experts.computed > 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "score", "activation_aware"])

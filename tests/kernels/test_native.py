@@ -111,27 +111,11 @@ def _attend(
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "hidden", "inner"),
-    [([1], 8, 8), ([4, 1, 5, 3], 128, 80), ([2, 17], 37, 11), ([1] * 9, 64, 6)],
-)
-def test_grouped_experts(draw: torch.Generator, sizes: list[int], hidden: int, inner: int) -> None:
-    rows = torch.randn(sum(sizes), hidden, generator=draw)
-    gate_up = [torch.randn(2 * inner, hidden, generator=draw) * 0.3 for _ in sizes]
-    down = [torch.randn(hidden, inner, generator=draw) * 0.3 for _ in sizes]
-    addresses = [[w.data_ptr() for w in part] for part in (gate_up, down)]
-    got = native.grouped_experts(rows, sizes, *addresses, inner)
-    expected = ops.grouped_experts(rows, sizes, [w.t() for w in gate_up], [w.t() for w in down])
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    alone = native.grouped_experts(rows[-1:], [1], addresses[0][-1:], addresses[1][-1:], inner)
-    assert torch.equal(alone[0], got[-1]), "a row depends on its neighbours"
-
-
 def test_it_serves_float32_on_the_cpu_only() -> None:
     assert registry.serves("decode_attention", "native", "cpu", torch.float32)
-    name, why = registry.explain("cpu", torch.bfloat16)["grouped_experts"]
+    name, why = registry.explain("cpu", torch.bfloat16)["decode_attention"]
     assert (name, why) == (
         "torch reference",
-        "not triton: it is for CUDA devices; "
+        "not flashinfer: it is for CUDA devices; not triton: it is for CUDA devices; "
         "not native: it computes in float32, not in torch.bfloat16",
     )

@@ -107,40 +107,50 @@ def test_rope_of_some_dimensions_leaves_the_others(draw: torch.Generator) -> Non
 
 
 def naive_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: list[int]
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: list[int],
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [h, d], keys and values [S, g, d]: one query over the positions in `seen`."""
+    """q [h, d], keys and values [S, g, d]: one query over the positions in `seen`; sinks [h]."""
     heads, dim = q.shape
     share = heads // keys.shape[1]
     out = []
     for head in range(heads):
         scores = torch.stack([q[head] @ keys[s, head // share] for s in seen]) / math.sqrt(dim)
-        out.append(torch.softmax(scores, 0) @ values[seen, head // share])
+        if sinks is not None:  # one more score, whose share nobody gets
+            scores = torch.cat((scores, sinks[head : head + 1]))
+        out.append(torch.softmax(scores, 0)[: len(seen)] @ values[seen, head // share])
     return torch.cat(out)
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("start", [0, 5])
-def test_sweep_attention(draw: torch.Generator, window: int | None, start: int) -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+def test_sweep_attention(draw: torch.Generator, window: int | None, start: int, sunk: bool) -> None:
     q = torch.randn(6, 4, 8, generator=draw)
     keys, values = torch.randn(2, 14, 2, 8, generator=draw)
-    got = ops.sweep_attention(q, keys, values, start, window, 8**-0.5)
+    sinks = torch.tensor([3.0, -200.0, 0.5, 100.0]) if sunk else None
+    got = ops.sweep_attention(q, keys, values, start, window, 8**-0.5, sinks)
     for t in range(6):
         last = start + t
         first = 0 if window is None else max(0, last - window + 1)
-        expected = naive_attention(q[t], keys, values, list(range(first, last + 1)))
+        expected = naive_attention(q[t], keys, values, list(range(first, last + 1)), sinks)
         torch.testing.assert_close(got[t], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_decode_attention_reads_only_what_is_visible(draw: torch.Generator) -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+def test_decode_attention_reads_only_what_is_visible(draw: torch.Generator, sunk: bool) -> None:
     q = torch.randn(3, 4, 8, generator=draw)
     kv = torch.randn(3, 10, 2, 2, 8, generator=draw)
     lengths = [1, 7, 10]
     visible = torch.arange(10)[None, :] < torch.tensor(lengths)[:, None]
-    got = ops.decode_attention(q, kv, visible[:, None, None], 8**-0.5)
+    sinks = torch.tensor([3.0, -200.0, 0.5, 100.0]) if sunk else None
+    got = ops.decode_attention(q, kv, visible[:, None, None], 8**-0.5, sinks)
     for b, length in enumerate(lengths):
         keys, values = kv[b, :, 0], kv[b, :, 1]
-        expected = naive_attention(q[b], keys, values, list(range(length)))
+        expected = naive_attention(q[b], keys, values, list(range(length)), sinks)
         torch.testing.assert_close(got[b], expected, rtol=1e-4, atol=1e-5)
 
 

@@ -25,7 +25,7 @@ Checkpoints = Callable[[str], Path]
 Goldens = Callable[[str], Golden]
 
 FEWEST_SLOTS = 2
-POLICIES = ("lru", "lfu", "lru_frequency", "score", "activation_aware")
+POLICIES = ("predictive", "lru", "lfu", "lru_frequency", "score", "activation_aware")
 
 every_checkpoint = pytest.mark.parametrize("name", specs.SPECS)
 one_per_family = pytest.mark.parametrize("name", specs.FULL_MATRIX)

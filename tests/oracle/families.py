@@ -159,6 +159,61 @@ _DBRX: Config = {
     "eos_token_id": vocabulary.EOS,
     "pad_token_id": vocabulary.PAD,
 }
+_LATENT: Config = {
+    **_COMMON,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "attention_bias": False,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "moe_layer_freq": 1,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "pretraining_tp": 1,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+_DEEPSEEK_V2: Config = {
+    **_LATENT,
+    "q_lora_rank": 24,
+    "n_shared_experts": 2,
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 2.0,
+    # As no published file has it: a factor on cos and sin beside that on scores.
+    "rope_scaling": {**_LATENT["rope_scaling"], "mscale": 1.0},
+}
+_DEEPSEEK_V3: Config = {
+    **_LATENT,
+    "q_lora_rank": 24,
+    "attention_bias": True,
+    "n_shared_experts": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "ep_size": 1,
+}
 _QWEN2: Config = {
     **_COMMON,
     "intermediate_size": 64,
@@ -174,8 +229,40 @@ _QWEN2: Config = {
     "max_window_layers": 21,
 }
 
+_GPT_OSS: Config = {
+    **_COMMON,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "experts_per_token": 3,
+    "attention_bias": True,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "initial_context_length": 128,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "swiglu_limit": 1.5,  # so low that numbers reach it
+}
+_WINDOWS: Config = {
+    **_QWEN2,
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "max_window_layers": 2,
+}
 TINY = {
     "qwen2": Tiny("qwen2_moe", "Qwen2MoeForCausalLM", 1, _QWEN2),
+    "qwen2-windows": Tiny("qwen2_moe", "Qwen2MoeForCausalLM", 0, _WINDOWS),
+    "gpt-oss": Tiny("gpt_oss", "GptOssForCausalLM", 0, _GPT_OSS, dtype="bfloat16"),
     "glm4": Tiny("glm4_moe", "Glm4MoeForCausalLM", 0, _GLM),
     "glm4-groups": Tiny(
         "glm4_moe",
@@ -183,6 +270,23 @@ TINY = {
         3,
         {**_GLM, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "use_qk_norm": False},
     ),
+    "deepseek-v2-lite": Tiny(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        1,
+        {
+            **_DEEPSEEK_V2,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "rope_scaling": _LATENT["rope_scaling"],
+        },
+        dtype="bfloat16",
+    ),
+    "deepseek-v2": Tiny("deepseek_v2", "DeepseekV2ForCausalLM", 0, _DEEPSEEK_V2),
+    "deepseek-v3": Tiny("deepseek_v3", "DeepseekV3ForCausalLM", 1, _DEEPSEEK_V3),
     "granite": Tiny("granitemoe", "GraniteMoeForCausalLM", 0, _GRANITE),
     "granite-shared": Tiny(
         "granitemoeshared",
@@ -261,6 +365,8 @@ def _draw(spec: Tiny, tied: bool, name: str, shape: tuple[int, ...]) -> torch.Te
     normal = np.random.RandomState(seed).standard_normal(shape)
     if "correction_bias" in name:
         values = 0.15 * normal
+    elif name.endswith("sinks"):
+        values = normal
     elif name.endswith("bias"):
         values = 0.1 * normal
     elif len(shape) == 1:
@@ -273,6 +379,8 @@ def _draw(spec: Tiny, tied: bool, name: str, shape: tuple[int, ...]) -> torch.Te
         inputs = shape[-1]
         if name.endswith("mlp.w2"):  # lies transposed
             inputs = spec.config["ffn_config"]["ffn_hidden_size"]
+        elif spec.family == "gpt_oss" and name.endswith("_proj"):  # [E, in, out]
+            inputs = shape[1]
         values = normal * gain / inputs**0.5
     grid = torch.from_numpy(values).to(torch.bfloat16)
     return grid.to(getattr(torch, spec.dtype)).contiguous()

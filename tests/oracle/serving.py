@@ -98,11 +98,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(model: Path | str, *flags: str, log: Path, threads: int = 1) -> Iterator[Served]:
-    """Serve `model` (`""` for the demo) while the context lasts; its output goes to `log`."""
+def serve(
+    model: Path | str, *flags: str, log: Path, threads: int = 1, module: str = "moestro"
+) -> Iterator[Served]:
+    """Serve `model` (`""` for the demo) while the context lasts; its output goes to `log`.
+
+    `module` is run as the command line.
+    """
     port = free_port()
     words = [str(model)] if model else []
-    command = [sys.executable, "-m", "moestro", "serve", *words, "--port", str(port)]
+    command = [sys.executable, "-m", module, "serve", *words, "--port", str(port)]
     command += ["--device", "cpu", "--threads", str(threads), *flags]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MOESTRO_")}
     environment["HF_HUB_OFFLINE"] = "1"

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from moestro.kv_cache.groups import LayerGroups, one_group
 from moestro.kv_cache.manager import KVManager
+from moestro.kv_cache.prefix import GONE
+from moestro.kv_cache.spec import LayerMemory
 from moestro.scheduler.limits import Limits
 from moestro.scheduler.plan import DecodePlan, DecodeRow, Sampled, StepPlan, SweepPlan, SweepRow
 from moestro.scheduler.queue import Waiting
@@ -102,21 +105,32 @@ class FakeExecutor:
     poisoned: set[str] = field(default_factory=set)
     unseen: dict[str, tuple[int, ...]] = field(default_factory=dict)  # sampled, not yet recorded
     interrupt: Callable[[float], bool] = lambda now: False  # did a message arrive until now?
+    kinds: tuple[LayerMemory, ...] = one_group(1).kinds  # of each group of layers
 
-    def place(self, row: DecodeRow | SweepRow, position: int) -> tuple[int, int]:
-        return row.blocks[position // self.block_size], position % self.block_size
+    def places(self, row: DecodeRow | SweepRow, position: int) -> list[tuple[int, int]]:
+        """Where each group of layers has the position."""
+        number, offset = divmod(position, self.block_size)
+        return [(table[number], offset) for table in (row.blocks, *row.further)]
+
+    def write(self, row: DecodeRow | SweepRow, position: int, content: tuple[int, int]) -> None:
+        for place in self.places(row, position):
+            assert place[0] != GONE, f"{row.id} has no block at {position}"
+            self.memory[place] = content
 
     def tokens(self, id: str) -> tuple[int, ...]:
         """What the device knows of a sequence."""
         return self.known[id] + self.unseen.get(id, ())
 
     def read(self, row: DecodeRow | SweepRow, length: int) -> int:
-        """The state after `length` tokens of the row, each of which must be in memory."""
+        """The state after `length` tokens of the row, each of which that is seen must be in
+        memory."""
         state, tokens = EMPTY, self.tokens(row.id)
         for position in range(length):
             state = mix(state, tokens[position])
-            got = self.memory.get(self.place(row, position))
-            assert got == (state, tokens[position]), f"{row.id} at {position}: {got}"
+            for kind, place in zip(self.kinds, self.places(row, position), strict=True):
+                if position >= kind.seen_from(length):
+                    got = self.memory.get(place)
+                    assert got == (state, tokens[position]), f"{row.id} at {position}: {got}"
         return state
 
     def forget(self, plan: StepPlan) -> None:
@@ -151,7 +165,7 @@ class FakeExecutor:
             assert row.position == len(tokens) - 1
             assert row.token == (None if self.unseen.get(row.id) else tokens[-1])
             state = mix(self.read(row, row.position), tokens[-1])
-            self.memory[self.place(row, row.position)] = state, tokens[-1]
+            self.write(row, row.position, (state, tokens[-1]))
             results.append(self.sample(row, state))
         for result in results:
             self.unseen[result.id] = (*self.unseen.get(result.id, ()), result.token)
@@ -170,7 +184,7 @@ class FakeExecutor:
         sweep, began = self.sweeps[number], self.now
         for row in sweep.rows.values():  # lower layers are written before the sweep is done
             for position in range(row.start, row.start + len(row.tokens)):
-                self.memory[self.place(row, position)] = JUNK, JUNK
+                self.write(row, position, (JUNK, JUNK))
         tokens = sum(len(row.tokens) for row in sweep.rows.values())
         while sweep.layer < self.cost.layers:
             self.now += self.cost.layer + self.cost.layer_token * tokens
@@ -188,7 +202,7 @@ class FakeExecutor:
         state = self.read(row, row.start)
         for offset, token in enumerate(row.tokens):
             state = mix(state, token)
-            self.memory[self.place(row, row.start + offset)] = state, token
+            self.write(row, row.start + offset, (state, token))
         end = row.start + len(row.tokens)
         asked = self.requests[row.id].sampling.prompt_logprobs is not None
         piece = scores(self.known[row.id][:end])[row.start :] if asked else None
@@ -215,9 +229,12 @@ class Harness:
         small: int | None = None,
         cost: Cost | None = None,
         ahead: bool = False,
+        groups: LayerGroups | None = None,
     ) -> None:
-        self.limits = Limits(max_model_len, seqs, queued, VOCAB, block_size * blocks, window)
-        self.kv = KVManager(block_size, blocks, prefix_caching=prefix_caching)
+        caching = prefix_caching
+        self.kv = KVManager(block_size, blocks, prefix_caching=caching, groups=groups, run=window)
+        kv_tokens = min(self.kv.capacity, block_size * blocks)
+        self.limits = Limits(max_model_len, seqs, queued, VOCAB, kv_tokens, window)
         self.scheduler = Scheduler(self.limits, self.kv)
         if small is not None:  # less than SMALL_TOKENS, to see long and small sweeps cheaply
             self.scheduler._filling.small = small
@@ -226,6 +243,8 @@ class Harness:
         self.held: set[str] = set()  # may not start
         self.known: dict[str, tuple[int, ...]] = {}
         self.executor = FakeExecutor(block_size, self.requests, self.known, cost or Cost())
+        if groups is not None:
+            self.executor.kinds = groups.kinds
         self.events: dict[str, list[TokenEvent]] = {}
         self.times: dict[str, list[float]] = {}
         self.arrived: dict[str, float] = {}

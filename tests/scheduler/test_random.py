@@ -8,12 +8,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from moestro.errors import ContextTooLong
+from moestro.kv_cache.groups import group_layers
+from moestro.kv_cache.spec import LayerMemory, PagedKV, WindowKV
 from moestro.types import Finish
 from tests.scheduler.fakes import Cost, Harness
 
 FAMILIES = st.lists(st.integers(0, 1), min_size=1, max_size=30).map(tuple)
 PIECES = st.lists(st.sampled_from([(1, 2, 3, 4), (5, 6, 7, 8), (1, 2)]), min_size=1, max_size=8)
 PROMPTS = st.one_of(FAMILIES, PIECES.map(lambda pieces: sum(pieces, ())))
+
+
+FULL, WINDOW = PagedKV(1, 1, 1, 1, 4), WindowKV(1, 1, 1, 1, 4, window=6)
+KINDS = [(FULL,), (FULL, WINDOW), (WINDOW,)]  # of layers
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -26,9 +32,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         layers=st.integers(1, 12),
         ahead=st.booleans(),
+        kinds=st.sampled_from(KINDS),
     )
     def build(
-        self, blocks: int, seqs: int, window: int, caching: bool, layers: int, ahead: bool
+        self,
+        blocks: int,
+        seqs: int,
+        window: int,
+        caching: bool,
+        layers: int,
+        ahead: bool,
+        kinds: tuple[LayerMemory, ...],
     ) -> None:
         self.harness = Harness(
             blocks=blocks,
@@ -39,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             small=max(1, window // 3),
             cost=Cost(layer=0.005, layers=layers),
             ahead=ahead,
+            groups=group_layers(kinds),
         )
         self.count = 0
         self.left: set[str] = set()  # aborted

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from moestro.config import Config
 from moestro.engine.messages import Tuning
 from moestro.errors import InvalidRequest
 from moestro.server.auth import hash_key
 from moestro.server.live_config import LIVE
 from tests.server.conftest import Make, Server
+
+POLICY = Config.model_fields["expert_policy"].default
 
 
 async def change(server: Server, **asked: Any) -> dict[str, Any]:
@@ -65,7 +68,7 @@ async def test_several_settings_change_together(
     (record,) = [r for r in caplog.records if "settings changed" in r.message]
     assert record.levelno == logging.WARNING
     assert "max_num_seqs 64 -> 16" in record.message
-    assert "expert_policy lru_frequency -> lfu" in record.message
+    assert f"expert_policy {POLICY} -> lfu" in record.message
     assert "by a client without a name" in record.message
 
 
@@ -147,7 +150,7 @@ async def test_the_level_of_the_log(make: Make) -> None:
         async with make("x") as server:
             await change(server, log_level="error")
             assert root.level == logging.ERROR
-            assert server.engine.tuned == [(Tuning(64, "lru_frequency", "error"), 1024)]
+            assert server.engine.tuned == [(Tuning(64, POLICY, "error"), 1024)]
     finally:
         root.setLevel(before)
 

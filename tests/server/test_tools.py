@@ -281,6 +281,7 @@ SIGNS = [
     ("<|channel|><|message|>", "", "harmony", "harmony"),
     ("", "gpt_oss", "harmony", "harmony"),
     ("", "mixtral", "mistral", "none"),
+    ("", "deepseek_v2", "deepseek", "none"),
     ("plain", "llama", "none", "none"),
 ]
 

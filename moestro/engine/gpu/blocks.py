@@ -6,31 +6,45 @@ is taken out here.
 
 from __future__ import annotations
 
-from moestro.engine.models.router import SoftmaxTopK
-from moestro.engine.models.spec import ModelSpec, Norm
+from moestro.engine.models.router import (
+    BiasedTopK,
+    GroupedSoftmax,
+    SoftmaxTopK,
+    SparseMixer,
+    TopKSoftmax,
+)
+from moestro.engine.models.spec import AttentionSpec, ModelSpec
 from moestro.errors import ModelError
+from moestro.expert_cache.layout import ExpertLayout
+from moestro.kernels.gpu.packed import unsupported
+
+ROUTERS = (SoftmaxTopK, TopKSoftmax, BiasedTopK, GroupedSoftmax, SparseMixer)
 
 
-def missing_blocks(spec: ModelSpec, magnitude: float) -> tuple[str, ...]:
-    """What `spec` needs and the kernels do not have; empty when it can run. `magnitude`: the factor
-    on its rotary embedding."""
-    moe = spec.moe
-    lacking = {
-        f"router {type(moe.router).__name__}": not isinstance(moe.router, SoftmaxTopK),
-        "shared experts": moe.shared is not None,
-        f"norm {spec.norm.value}": spec.norm is not Norm.RMS,
-        "bias of the head": spec.head_bias,
-        "embedding multiplier": spec.embedding_scale != 1.0,
-        "residual multiplier": spec.residual_scale != 1.0,
-        "logits divisor": spec.logits_divisor != 1.0,
-        f"rotary scaling {type(spec.rope.scaling).__name__} with a magnitude": magnitude != 1.0,
-    }
-    return tuple(block for block, lacks in lacking.items() if lacks)
+def missing_blocks(spec: ModelSpec) -> tuple[str, ...]:
+    """What `spec` needs and the kernels do not have; empty when it can run."""
+    lacking = [
+        f"attention {type(layer.attention).__name__}"
+        for layer in spec.layers
+        if not isinstance(layer.attention, AttentionSpec)
+    ]
+    if type(spec.moe.router) not in ROUTERS:
+        lacking.append(f"router {type(spec.moe.router).__name__}")
+    return tuple(dict.fromkeys(lacking))
 
 
-def check_blocks(spec: ModelSpec, magnitude: float) -> None:
+def check_format(layout: ExpertLayout) -> None:
+    """ModelError when the kernels cannot read experts in this format."""
+    if layout.format is not None and (lacking := unsupported(layout.format)):
+        raise ModelError(
+            f"experts in {layout.format.name} do not run on CUDA devices with {lacking}; "
+            "--device cpu serves them"
+        )
+
+
+def check_blocks(spec: ModelSpec) -> None:
     """ModelError that names every missing block."""
-    lacking = missing_blocks(spec, magnitude)
+    lacking = missing_blocks(spec)
     if lacking:
         raise ModelError(
             f"{spec.family} does not run on CUDA devices yet, which lack: {', '.join(lacking)}; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -109,8 +109,12 @@ class Report:
             ("n_jobs", (layers,), torch.int32),
             ("job_key", (layers, groups), torch.int32),
             ("job_slot", (layers, groups), torch.int32),
+            ("n_cpu", (layers,), torch.int32),
             ("started", (layers,), torch.int64),
             ("ended", (layers,), torch.int64),
+            ("waiting", (layers,), torch.int64),
+            ("answered", (layers,), torch.int64),
+            ("spent", (layers,), torch.int32),
         ):
             end = size + math.prod(shape) * dtype.itemsize
             self._sections.append(Section(name, shape, dtype, size, end))
@@ -120,9 +124,7 @@ class Report:
             s.name: self._device[s.lo : s.hi].view(s.dtype).view(s.shape) for s in self._sections
         }
         view = self.on_device
-        self.log = StepLog(
-            view["n_jobs"], view["job_key"], view["job_slot"], view["started"], view["ended"]
-        )
+        self.log = StepLog(**{field.name: view[field.name] for field in fields(StepLog)})
 
     def download(self) -> dict[str, npt.NDArray[Any]]:
         """Start the copy to the host; the arrays may be read once the stream has got there."""

@@ -17,17 +17,23 @@ from moestro.engine.gpu.buffers import StepInput
 from moestro.engine.gpu.executor import GpuExecutor
 from moestro.engine.gpu.graphs import Graphs
 from moestro.engine.gpu.memory import MARGIN, OUTSIDE
+from moestro.engine.gpu.norms import Norms
+from moestro.engine.gpu.routers import build_router
 from moestro.engine.gpu.sampler import DeviceSampler
 from moestro.engine.gpu.step import Shared
 from moestro.engine.gpu.sweep import GpuSweep
 from moestro.engine.gpu.workspace import Workspace
 from moestro.engine.memory import MemoryPlan
+from moestro.engine.models.activation import SwiGLU
 from moestro.engine.synthetic import RoutingSource
+from moestro.errors import ConfigError
+from moestro.expert_cache.cpu_share import CpuShare
 from moestro.expert_cache.device_cache import DeviceCache
 from moestro.expert_cache.policy import Policy
 from moestro.expert_cache.store import ExpertStore
 from moestro.expert_cache.stream import ExpertStream
 from moestro.expert_cache.trace import TraceWriter
+from moestro.kernels.cpu_experts import CpuShape, missing
 from moestro.kernels.gpu.transfer import synchronize
 from moestro.kv_cache.storage import KVStorage
 from moestro.scheduler.filling import small_tokens
@@ -74,9 +80,12 @@ def build_executor(
         workers=min(MOST_WORKERS, os.cpu_count() or 1),
         trace=trace,
     )
+    rows = config.max_num_seqs
+    cpu = _cpu_share(config, decoder, cache, rows)
+    if cpu is not None:
+        cache.share_with(cpu)
     cache.start_fill()
     cache.upload()
-    rows = config.max_num_seqs
     blocks = -(-plan.max_model_len // plan.block_size) + 1
     forced = law = None
     if routing is not None:
@@ -85,6 +94,8 @@ def build_executor(
             law = torch.tensor(routing.law, dtype=torch.float32, device=device)
     shared = Shared(
         decoder=decoder,
+        norms=Norms(decoder),
+        router=build_router(moe),
         cache=cache,
         kv=kv,
         given=StepInput(rows, device),
@@ -92,6 +103,7 @@ def build_executor(
         tables=torch.zeros(rows, blocks + 1, dtype=torch.int32, device=device),
         logits=torch.zeros(rows, spec.vocab_size, dtype=torch.float32, device=device),
         inverse=decoder.inverse.to(device),
+        cpu=None if cpu is None else cpu.link,
         timed=True,
         scramble=scramble,
         forced=forced,
@@ -111,6 +123,32 @@ def build_executor(
     graphs = Graphs(shared, rows, partial(compiled, "decode graphs"))
     sampler = DeviceSampler(spec.vocab_size, device, scramble=scramble)
     return GpuExecutor(shared, graphs, sampler, spaces, routing), cache
+
+
+def _cpu_share(config: Config, decoder: Decoder, cache: DeviceCache, rows: int) -> CpuShare | None:
+    """What computes misses in host memory; None where there will be none, or nothing that could."""
+    device = cache.slab.device
+    if cache.complete or config.cpu_experts == "off":
+        return None
+    if config.cpu_experts == "auto" and device.type != "cuda":
+        return None  # in Triton's interpreter it would only take time from it
+    moe, layout, dtype = decoder.spec.moe, cache.layout, decoder.dtype
+    plain = layout.format is None and not layout.has_bias and isinstance(moe.activation, SwiGLU)
+    reason = missing(dtype) if plain else "its kernels compute unpacked SwiGLU without biases only"
+    if reason is not None:
+        if config.cpu_experts == "on":
+            raise ConfigError(f"--cpu-experts on: {reason}", param="cpu_experts")
+        return None
+    shape = CpuShape(decoder.spec.hidden, moe.intermediate, dtype, layout.part("down").offset)
+    return CpuShare(
+        shape,
+        cache.arena,
+        moe.experts,
+        rows=rows,
+        top_k=moe.top_k,
+        threads=config.cpu_expert_threads,
+        device=device,
+    )
 
 
 def _compile_sweeps(shared: Shared, space: Workspace, progress: Callable[[int, int], None]) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from moestro.engine.gpu.graphs import Graphs, Launched
 from moestro.engine.gpu.sampler import Choice, DeviceSampler, scramble_
@@ -134,6 +133,9 @@ class GpuExecutor:
         code, layer = flying.report["fault"].tolist()
         if code != Fault.NONE:
             self._faulted(flying)
+        if code == Fault.NO_ANSWER:
+            assert self._shared.cache.cpu is not None
+            self._shared.cache.cpu.stalled()
         if code == Fault.NO_SLOT:
             raise StepFailed(f"MoE layer {layer} needs more experts at once than there are slots")
         if code != Fault.NONE:
@@ -185,13 +187,18 @@ class GpuExecutor:
 
     def _record(self, flying: Flying) -> None:
         report, seats = flying.report, flying.launched.seats
-        jobs = report["n_jobs"]
-        waited = np.where(jobs > 0, report["ended"] - report["started"], 0) * 1e-9
+        jobs, computed, cache = report["n_jobs"], report["n_cpu"], self._shared.cache
+        fetching = np.where(jobs > 0, report["ended"] - report["started"], 0) * 1e-9
+        waited = fetching
+        if cache.cpu is not None:
+            lone = np.where(computed > 0, report["answered"] - report["waiting"], 0) * 1e-9
+            answer = np.where(computed > 0, report["answered"] - report["started"], 0) * 1e-9
+            spent = np.where(computed > 0, report["spent"], 0) * 1e-9
+            cache.cpu.split.observe(jobs, fetching, computed, spent, lone, answer)
+            waited = fetching + lone
         ids = report["ids"][:, seats]
         sequences = [row.id for row in flying.plan.rows]
-        self._shared.cache.collect(
-            ids, jobs, report["job_key"], report["job_slot"], waited, sequences
-        )
+        cache.collect(ids, jobs, report["job_key"], report["job_slot"], computed, waited, sequences)
         self.exposed += float(waited.sum())
 
     def _results(self, flying: Flying) -> list[Sampled]:
@@ -371,7 +378,7 @@ class GpuExecutor:
         return found
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self._shared.decoder.head).float()
+        return self._shared.decoder.score(hidden).float()
 
     def _parameters(self, rows: list[SweepRow], device: torch.device) -> sampling.Rows:
         params = [self._sampler.params(row.id) for row in rows]

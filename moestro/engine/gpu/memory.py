@@ -10,6 +10,7 @@ import dataclasses
 
 from moestro.config import Config
 from moestro.engine.gpu.buffers import buckets
+from moestro.engine.gpu.mlp import Mlp
 from moestro.engine.gpu.workspace import Workspace
 from moestro.engine.memory import MemoryPlan, plan_memory
 from moestro.engine.models.spec import ModelSpec
@@ -28,9 +29,15 @@ LEAST_ARENA = 64  # host entries: what is read from disk at a time
 
 
 def plan_gpu_memory(
-    spec: ModelSpec, layout: ExpertLayout, config: Config, free: int, free_host: int
+    spec: ModelSpec,
+    layout: ExpertLayout,
+    config: Config,
+    free: int,
+    free_host: int,
+    dense: int | None = None,
 ) -> MemoryPlan:
-    """Split `free` bytes of the device and `free_host` of the host. OutOfMemory says what lacks."""
+    """Split `free` bytes of the device and `free_host` of the host. OutOfMemory says what lacks.
+    `dense` as in `plan_memory`."""
     budget = config.gpu_memory or int(free * (1 - MARGIN))
     if budget > free:
         raise OutOfMemory(
@@ -46,6 +53,8 @@ def plan_gpu_memory(
         workspace=workspace,
         free_host=free_host,
         all_slots=len(spec.moe_layers) * spec.moe.experts,
+        windows=False,
+        dense=dense,
     )
     ring, staging = _apart(spec, config, plan)
     least = 0 if config.host_memory is not None else min(plan.experts, LEAST_ARENA)
@@ -64,7 +73,10 @@ def gpu_workspace_bytes(spec: ModelSpec, config: Config, size: int) -> int:
     row = (3 * spec.hidden + 3 * attention.heads * attention.head_dim) * size
     row += moe.top_k * (spec.hidden + moe.intermediate) * size
     row += 64 * attention.heads * attention.head_dim * 4  # partial attention
-    steps = sum(buckets(config.max_num_seqs)) * row
+    if moe.wide:
+        row += (spec.hidden + moe.experts) * 4
+    sizes = buckets(config.max_num_seqs)
+    steps = sum(sizes) * row + sum(Mlp.nbytes(spec, rows, size) for rows in sizes)
     logits = 3 * config.max_num_seqs * spec.vocab_size * 4
     return CONTEXT + sweeps + steps + logits
 

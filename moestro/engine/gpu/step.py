@@ -9,26 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from moestro.engine.decoder import Decoder, DecoderLayer
 from moestro.engine.gpu.buffers import PREPARED, Report, StepInput
+from moestro.engine.gpu.expert_kernels import ExpertKernels
+from moestro.engine.gpu.mlp import Mlp
+from moestro.engine.gpu.norms import Norms
+from moestro.engine.gpu.product import product
+from moestro.engine.gpu.routers import Router
 from moestro.engine.gpu.sampler import scramble_
 from moestro.engine.models.spec import ModelSpec, QKNorm, RouterDtype
-from moestro.engine.weights import LayerWeights
 from moestro.expert_cache.device_cache import DeviceCache
 from moestro.kernels import reference
 from moestro.kernels.gpu import sampling
 from moestro.kernels.gpu.acquire import acquire
 from moestro.kernels.gpu.attention_decode import choose_splits, decode_attention, scratch_floats
-from moestro.kernels.gpu.combine import combine
-from moestro.kernels.gpu.experts import expert_down, expert_up
+from moestro.kernels.gpu.combine import Beside, combine
+from moestro.kernels.gpu.cpu_share import CpuLink, collect
 from moestro.kernels.gpu.fetch import fetch
-from moestro.kernels.gpu.linear import linear, serves
-from moestro.kernels.gpu.norm import add_rms_norm, rms_norm
+from moestro.kernels.gpu.norm import Norm, add_norm, apply_norm
 from moestro.kernels.gpu.prepare import Prepared, prepare
 from moestro.kernels.gpu.rotary import qk_norm_rope_write
-from moestro.kernels.gpu.router import softmax_topk
 from moestro.kernels.gpu.tables import LayerWork
 from moestro.kernels.gpu.transfer import processors
 from moestro.kv_cache.storage import KVStorage
@@ -39,6 +40,8 @@ class Shared:
     """What steps of every size share."""
 
     decoder: Decoder
+    norms: Norms
+    router: Router
     cache: DeviceCache
     kv: KVStorage
     given: StepInput
@@ -46,6 +49,7 @@ class Shared:
     tables: torch.Tensor  # int32 [most rows, blocks of the longest sequence + 1 spare]
     logits: torch.Tensor  # float32 [most rows, vocab]
     inverse: torch.Tensor  # rotary frequencies
+    cpu: CpuLink | None  # where a share of the misses is computed
     timed: bool  # note when fetches start and end
     scramble: bool  # tokens are made up, for benchmarks
     forced: torch.Tensor | None  # int32 [layers, most rows, top_k]: routing that is made up
@@ -67,6 +71,7 @@ class Step:
         self.rows = rows
         self._shared = shared
         self._work = LayerWork.empty(moe.experts, routes, device)
+        self._kernels = ExpertKernels(shared.cache.layout, moe.activation)
         layers = len(spec.moe_layers)
         self.report = Report(rows, layers, moe.top_k, self._work.groups, device)
 
@@ -87,11 +92,12 @@ class Step:
         self._mixed = empty(rows, width)
         self._qkv = empty(rows, width + 2 * attention.kv_heads * attention.head_dim)
         self._added = empty(rows, spec.hidden)
-        self._routing = empty(rows, moe.experts)
+        self._routing = empty(rows, moe.experts, dtype=torch.float32 if moe.wide else dtype)
         share = torch.float32 if moe.router_dtype is RouterDtype.FLOAT32 else dtype
         self._weights = empty(rows, moe.top_k, dtype=share)
         self._inner = empty(routes, moe.intermediate)
         self._outer = empty(routes, spec.hidden)
+        self._mlp = Mlp(spec, rows, dtype, device)
         self._splits = choose_splits(rows, attention.kv_heads, processors(device))
         floats = scratch_floats(rows, attention.heads, attention.head_dim, self._splits)
         self._scratch = empty(max(1, floats), dtype=torch.float32)
@@ -108,15 +114,15 @@ class Step:
             shared.decoder.embedding,
             shared.tables,
             out=ready,
+            scale=spec.embedding_scale,
         )
         places, positions = given.line("place", self.rows), given.line("position", self.rows)
         layers = shared.decoder.layers
-        rms_norm(self._residual, layers[0].weights.input_norm, spec.norm_eps, out=self._normed)
-        norms = [layer.weights.input_norm for layer in layers[1:]] + [shared.decoder.final_norm]
-        for index, (layer, after) in enumerate(zip(layers, norms, strict=True)):
+        apply_norm(self._residual, shared.norms.first, out=self._normed)
+        for index, (layer, after) in enumerate(zip(layers, shared.norms.after, strict=True)):
             self._attend(index, layer, positions, places, ready.lengths)
             if layer.spec.moe is None:
-                self._dense(layer.weights, after)
+                self._dense(layer, after)
             else:
                 self._experts(layer, ready.rows, after)
         self._sample()
@@ -129,7 +135,7 @@ class Step:
         places: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
-        shared, weights, spec = self._shared, layer.weights, layer.spec.attention
+        shared, weights, spec = self._shared, layer.weights, layer.spec.grouped
         qkv = project(self._normed, layer, shared.spec.norm_eps, self._qkv)
         head_norm = spec.qk_norm is QKNorm.HEAD
         qk_norm_rope_write(
@@ -147,6 +153,7 @@ class Step:
             shared.spec.norm_eps,
             None if spec.qk_norm is QKNorm.FULL else spec.clip,
             q_out=self._q,
+            magnitude=shared.decoder.rotary.magnitude,
         )
         decode_attention(
             self._q,
@@ -159,34 +166,48 @@ class Step:
             out=self._mixed,
             scratch=self._scratch,
             splits=self._splits,
+            sinks=weights.sinks,
         )
         product(self._mixed, weights.out, weights.out_bias, self._added)
-        eps = shared.spec.norm_eps
-        add_rms_norm(self._added, self._residual, weights.post_norm, eps, out=self._normed)
+        self._add(shared.norms.post[index])
 
-    def _experts(self, layer: DecoderLayer, count: torch.Tensor, after: torch.Tensor) -> None:
+    def _experts(self, layer: DecoderLayer, count: torch.Tensor, after: Norm) -> None:
         shared, moe = self._shared, layer.spec.moe
-        assert moe is not None and layer.weights.router is not None
+        assert moe is not None
         cache, log, number = shared.cache, self.report.log, layer.ordinal
         ids = self.report.on_device["ids"][number]
-        product(self._normed, layer.weights.router, None, self._routing)
-        softmax_topk(
-            self._routing,
-            count,
-            moe.top_k,
-            moe.renormalize,
-            weights=self._weights,
-            ids=ids,
-        )
+        shared.router.score(layer.weights, self._normed, self._routing)
+        shared.router.choose(layer.weights, self._routing, count, weights=self._weights, ids=ids)
         if shared.forced is not None:
             self._force(number, count, ids)
-        acquire(number, ids, cache.tables, work=self._work, log=log, timed=shared.timed)
+        cpu, timed, x = shared.cpu, shared.timed, self._normed
+        split = cpu is not None
+        acquire(number, ids, cache.tables, work=self._work, log=log, split=split, timed=timed)
         if not cache.complete:
-            fetch(number, self._work, cache.slab, cache.slab.shape[1], log, timed=shared.timed)
-        expert_up(self._normed, self._work, cache.slab, moe.top_k, y=self._inner)
-        expert_down(self._inner, self._work, cache.slab, z=self._outer)
-        eps = shared.spec.norm_eps
-        combine(self._outer, self._weights, self._residual, after, eps, out=self._normed)
+            size = cache.slab.shape[1]
+            fetch(number, self._work, cache.slab, size, log, cpu=cpu, x=x, timed=timed)
+        self._kernels.decode(
+            self._normed, self._work, cache.slab, moe.top_k, y=self._inner, z=self._outer
+        )
+        if cpu is not None:
+            fault = cache.tables.fault
+            collect(number, self._work, cpu, fault, log, z=self._outer, timed=timed)
+        combine(
+            self._outer,
+            self._weights,
+            self._residual,
+            after,
+            out=self._normed,
+            beside=self._beside(layer),
+            scale=shared.spec.residual_scale,
+        )
+
+    def _beside(self, layer: DecoderLayer) -> Beside | None:
+        """Compute the shared expert, where there is one."""
+        if not layer.has_shared:
+            return None
+        self._mlp.shared(layer.weights, self._normed)
+        return self._mlp.beside(self.rows)
 
     def _force(self, number: int, count: torch.Tensor, ids: torch.Tensor) -> None:
         """Replace the routed ids by made-up ones; the weights stay."""
@@ -194,18 +215,20 @@ class Step:
         real = torch.arange(self.rows, device=ids.device)[:, None] < count
         ids.copy_(torch.where(real, self._shared.forced[number, : self.rows], -1))
 
-    def _dense(self, weights: LayerWeights, after: torch.Tensor) -> None:
-        assert weights.gate_up is not None and weights.down is not None
-        inner = reference.swiglu(F.linear(self._normed, weights.gate_up))
-        added = F.linear(inner, weights.down)
-        eps = self._shared.spec.norm_eps
-        add_rms_norm(added, self._residual, after, eps, out=self._normed)
+    def _dense(self, layer: DecoderLayer, after: Norm) -> None:
+        self._mlp.dense(layer.weights, self._normed, self._added)
+        self._add(after)
+
+    def _add(self, norm: Norm) -> None:
+        """What was computed is added to the residual stream, which is normed for what follows."""
+        scale = self._shared.spec.residual_scale
+        add_norm(self._added, self._residual, norm, out=self._normed, scale=scale)
 
     def _sample(self) -> None:
         """Tokens of all rows, except that top-k and top-p are not applied here."""
         shared, rows = self._shared, self.rows
         logits = shared.logits[:rows]
-        logits.copy_(F.linear(self._normed, shared.decoder.head))
+        logits.copy_(shared.decoder.score(self._normed))
         finite = self.report.on_device["finite"]
         sampling.sample(
             logits,
@@ -235,23 +258,10 @@ class Step:
         view["fault"].copy_(self._shared.cache.tables.fault)
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """out [T, n] = x [T, k] weight^T [n, k] + bias, by whichever kernel is the faster one."""
-    n, k = weight.shape
-    if serves(len(x), n, k, x.dtype):
-        linear(x, weight, out=out, bias=bias)
-        return
-    torch.mm(x, weight.t(), out=out)
-    if bias is not None:
-        out += bias
-
-
 def project(x: torch.Tensor, layer: DecoderLayer, eps: float, qkv: torch.Tensor) -> torch.Tensor:
     """Queries, keys and values of x [T, hidden] into `qkv`, with the norms that span all heads
     applied. Returns it."""
-    weights, spec = layer.weights, layer.spec.attention
+    weights, spec = layer.weights, layer.spec.grouped
     product(x, weights.qkv, weights.qkv_bias, qkv)
     if spec.qk_norm is not QKNorm.FULL:
         return qkv

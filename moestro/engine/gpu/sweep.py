@@ -14,23 +14,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from moestro.engine.decoder import DecoderLayer
-from moestro.engine.gpu.step import Shared, product, project
+from moestro.engine.gpu.expert_kernels import ExpertKernels
+from moestro.engine.gpu.product import product
+from moestro.engine.gpu.routers import Softmax
+from moestro.engine.gpu.step import Shared, project
 from moestro.engine.gpu.workspace import Workspace
 from moestro.engine.models.spec import QKNorm
-from moestro.engine.weights import LayerWeights
 from moestro.expert_cache.residency import STAGE, Placement
 from moestro.expert_cache.stream import Batch, ExpertStream
-from moestro.kernels import reference
 from moestro.kernels.gpu.attention_sweep import sweep_attention
 from moestro.kernels.gpu.combine import combine
-from moestro.kernels.gpu.experts_sweep import Tiles, plan_tiles, sweep_down, sweep_up, tile_rows
+from moestro.kernels.gpu.experts_sweep import Tiles, plan_tiles, tile_rows
 from moestro.kernels.gpu.grouping import sort_routes
-from moestro.kernels.gpu.norm import add_rms_norm, rms_norm
+from moestro.kernels.gpu.norm import Norm, add_norm, apply_norm
 from moestro.kernels.gpu.rotary import qk_norm_rope_write
-from moestro.kernels.gpu.router import softmax_topk
 from moestro.kernels.gpu.transfer import Mark, download, send
 from moestro.scheduler.plan import SweepPlan, SweepRow
 
@@ -68,8 +67,9 @@ class GpuSweep:
         self._shared = shared
         self._stream = stream
         self._space = workspace
-        self.count = sum(len(row.tokens) for row in plan.rows)
         moe = shared.spec.moe
+        self._kernels = ExpertKernels(shared.cache.layout, moe.activation)
+        self.count = sum(len(row.tokens) for row in plan.rows)
         routes = self.count * moe.top_k
         self._touches_all = routes >= ROUTES_TO_TOUCH_ALL * moe.experts
         self._asks_early = routes >= moe.experts and not shared.cache.complete
@@ -121,6 +121,8 @@ class GpuSweep:
         ids = self._send(np.concatenate(tokens))
         rows = self._space.residual[: self.count]
         torch.index_select(shared.decoder.embedding, 0, ids, out=rows)
+        if shared.spec.embedding_scale != 1.0:
+            rows *= shared.spec.embedding_scale
         self._real = self._send(np.array([self.count], np.int32))
 
     def _send(self, values: npt.NDArray[Any]) -> torch.Tensor:
@@ -128,28 +130,28 @@ class GpuSweep:
 
     def _run(self) -> Iterator[None]:
         shared, space, count = self._shared, self._space, self.count
-        layers, eps = shared.decoder.layers, shared.spec.norm_eps
+        layers, norms = shared.decoder.layers, shared.norms
         residual, normed = space.residual[:count], space.normed[:count]
-        rms_norm(residual, layers[0].weights.input_norm, eps, out=normed)
-        norms = [layer.weights.input_norm for layer in layers[1:]] + [shared.decoder.final_norm]
+        apply_norm(residual, norms.first, out=normed)
         routed = [layer for layer in layers if layer.spec.moe is not None][1:]
         following = iter([*routed, None])
-        for index, (layer, after) in enumerate(zip(layers, norms, strict=True)):
+        for index, (layer, after) in enumerate(zip(layers, norms.after, strict=True)):
             if not any(segment.alive for segment in self.segments):
                 return
             yield from self._attend(index, layer)
             if layer.spec.moe is None:
-                self._dense(layer.weights, after)
-                yield
+                yield from self._dense(layer, after)
             else:
                 yield from self._experts(layer, next(following))
+                beside = space.mlp.beside(count) if layer.has_shared else None
                 weights = space.weights[: count * layer.spec.moe.top_k].view(count, -1)
                 outer = space.outer[: count * layer.spec.moe.top_k]
-                combine(outer, weights, residual, after, eps, out=normed)
+                scale = shared.spec.residual_scale
+                combine(outer, weights, residual, after, out=normed, beside=beside, scale=scale)
 
     def _attend(self, index: int, layer: DecoderLayer) -> Iterator[None]:
         shared, space, count = self._shared, self._space, self.count
-        spec, weights, eps = layer.spec.attention, layer.weights, self._shared.spec.norm_eps
+        spec, weights, eps = layer.spec.grouped, layer.weights, self._shared.spec.norm_eps
         q, mixed = space.q[:count], space.mixed[:count]
         qkv = space.qkv[:count]
         project(space.normed[:count], layer, eps, qkv)
@@ -169,6 +171,7 @@ class GpuSweep:
             eps,
             None if spec.qk_norm is QKNorm.FULL else spec.clip,
             q_out=q,
+            magnitude=shared.decoder.rotary.magnitude,
         )
         for segment in self.segments:
             if not segment.alive:
@@ -185,21 +188,36 @@ class GpuSweep:
                     spec.scale,
                     spec.window,
                     out=mixed[rows],
+                    sinks=weights.sinks,
                 )
                 if rows.stop < segment.span.stop:
                     yield
         yield
         added = space.added[:count]
         product(mixed, weights.out, weights.out_bias, added)
-        normed, residual = space.normed[:count], space.residual[:count]
-        add_rms_norm(added, residual, weights.post_norm, eps, out=normed)
+        self._add(shared.norms.post[index])
 
-    def _dense(self, weights: LayerWeights, after: torch.Tensor) -> None:
-        assert weights.gate_up is not None and weights.down is not None
-        normed, residual = self._space.normed[: self.count], self._space.residual[: self.count]
-        inner = reference.swiglu(F.linear(normed, weights.gate_up))
-        added = F.linear(inner, weights.down)
-        add_rms_norm(added, residual, after, self._shared.spec.norm_eps, out=normed)
+    def _dense(self, layer: DecoderLayer, after: Norm) -> Iterator[None]:
+        space = self._space
+        for rows in space.mlp.pieces(self.count):
+            space.mlp.dense(layer.weights, space.normed[rows], space.added[rows])
+            yield
+        self._add(after)
+
+    def _beside(self, layer: DecoderLayer) -> Iterator[None]:
+        """The shared expert, where there is one."""
+        if not layer.has_shared:
+            return
+        space = self._space
+        for rows in space.mlp.pieces(self.count):
+            space.mlp.shared(layer.weights, space.normed[rows], rows.start)
+            yield
+
+    def _add(self, norm: Norm) -> None:
+        """`added` goes to the residual stream, which is normed for what follows."""
+        space, count, scale = self._space, self.count, self._shared.spec.residual_scale
+        residual, normed = space.residual[:count], space.normed[:count]
+        add_norm(space.added[:count], residual, norm, out=normed, scale=scale)
 
     def _experts(self, layer: DecoderLayer, following: DecoderLayer | None) -> Iterator[None]:
         """Routed experts of a layer into `outer`: residents first, then as they arrive."""
@@ -209,6 +227,7 @@ class GpuSweep:
         counts = self._route(layer)
         self._ahead(layer.ordinal, None)
         yield
+        yield from self._beside(layer)
         found = counts()
         self._touches_all &= bool((found > 0).mean() >= NEARLY_ALL)
         self._foretold = None
@@ -247,18 +266,19 @@ class GpuSweep:
         """Sort the tokens' routes by expert; returns how many each expert has. `early`: of a layer
         that is still to come, judged by what this one's attention has left."""
         space, moe, count, shared = self._space, layer.spec.moe, self.count, self._shared
-        assert moe is not None and layer.weights.router is not None
+        assert moe is not None
         routing, rows = space.routing[:count], space.normed[:count]
         if early:
             rows = space.added[:count]
-            norm = layer.weights.post_norm
-            rms_norm(space.residual[:count], norm, shared.spec.norm_eps, out=rows)
-        product(rows, layer.weights.router, None, routing)
+            apply_norm(space.residual[:count], shared.norms.routed[layer.ordinal], out=rows)
+        router = shared.router
+        router.score(layer.weights, rows, routing)
         if shared.law is not None:  # the greatest log p + Gumbel noise: drawn without replacement
             routing.exponential_().log_().neg_().add_(shared.law[layer.ordinal])
+            router = Softmax(moe.top_k, moe.renormalize)
         ids = space.ids[: count * moe.top_k].view(count, -1)
         weights = space.weights[: count * moe.top_k].view(count, -1)
-        softmax_topk(routing, self._real, moe.top_k, moe.renormalize, weights=weights, ids=ids)
+        router.choose(layer.weights, routing, self._real, weights=weights, ids=ids)
         sort_routes(ids, moe.experts, out=space.routes)
         return Counts(space.routes.counts)
 
@@ -313,9 +333,7 @@ class GpuSweep:
         plan_tiles(space.routes.offsets, given[0], given[1], out=tiles)
         order, slab = space.routes.order, shared.cache.slab
         inner, outer = space.inner[:routes], space.outer[:routes]
-        sweep_up(space.normed[:count], order, tiles, slab, moe.top_k, y=inner)
-        offset = shared.cache.layout.part("down").offset
-        sweep_down(inner, order, tiles, slab, offset, z=outer)
+        self._kernels.sweep(space.normed[:count], order, tiles, slab, moe.top_k, inner, outer)
 
     def _ahead(self, layer: int, missing: set[int] | None) -> None:
         """Start what there is room for: first what this layer lacks, then what later layers

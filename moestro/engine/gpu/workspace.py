@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from moestro.engine.gpu.mlp import Mlp
 from moestro.engine.models.spec import ModelSpec, RouterDtype
 from moestro.kernels.gpu.grouping import Routes
 
@@ -29,12 +30,13 @@ class Workspace:
         self.q = empty(tokens, attention.heads, attention.head_dim)
         self.mixed = empty(tokens, attention.heads * attention.head_dim)
         self.added = empty(tokens, spec.hidden)
-        self.routing = empty(tokens, moe.experts)
+        self.routing = empty(tokens, moe.experts, dtype=torch.float32 if moe.wide else dtype)
         share = torch.float32 if moe.router_dtype is RouterDtype.FLOAT32 else dtype
         self.weights = empty(routes, dtype=share)
         self.ids = empty(routes, dtype=torch.int32)
         self.inner = empty(routes, moe.intermediate)
         self.outer = empty(routes, spec.hidden)
+        self.mlp = Mlp(spec, tokens, dtype, device)
         self.routes = Routes.empty(routes, moe.experts, device)
 
     @staticmethod
@@ -42,6 +44,8 @@ class Workspace:
         """What `Workspace` takes for elements of `size` bytes."""
         attention, moe = spec.attention, spec.moe
         heads = 3 * attention.heads + 2 * attention.kv_heads
-        width = 3 * spec.hidden + heads * attention.head_dim + moe.experts
-        routed = moe.top_k * ((spec.hidden + moe.intermediate) * size + 16)
-        return tokens * (width * size + routed)
+        width = (3 * spec.hidden + heads * attention.head_dim + moe.experts) * size
+        if moe.wide:  # logits, and what they are computed from
+            width += (spec.hidden + moe.experts) * 4
+        width += moe.top_k * ((spec.hidden + moe.intermediate) * size + 16)
+        return tokens * width + Mlp.nbytes(spec, tokens, size)

@@ -18,4 +18,6 @@ def apply_norm(
     """x [T, hidden] normed over hidden; `bias` only with `Norm.LAYER`."""
     if kind is Norm.RMS:
         return ops.rms_norm(x, weight, eps)
+    if kind is Norm.RMS_WIDE:
+        return ops.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

@@ -56,7 +56,7 @@ def spec(config: HFConfig) -> ModelSpec:
         layers=tuple(
             dense if layer < leading else LayerSpec(attention, moe) for layer in range(count)
         ),
-        names=replace(NAMES, unused=_predictors(config, count)),
+        names=replace(NAMES, unused=predictors(config, count)),
         dtype=config.dtype(),
     )
 
@@ -81,7 +81,7 @@ def _moe(config: HFConfig) -> MoESpec:
     )
 
 
-def _predictors(config: HFConfig, count: int) -> tuple[str, ...]:
+def predictors(config: HFConfig, count: int) -> tuple[str, ...]:
     """Layers after the last: they predict further tokens, for speculative decoding."""
     counts = [config.number(k, 0, 0) for k in ("num_nextn_predict_layers", "num_mtp_layers")]
     return tuple(f"model.layers.{count + layer}." for layer in range(max(counts)))

@@ -72,6 +72,11 @@ class HFConfig:
         self._seen: set[str] = set()
         self._parts: list[HFConfig] = []
 
+    @property
+    def prefix(self) -> str:
+        """What stands before every key in errors: the keys of the objects around this one."""
+        return self._prefix
+
     def part(self, key: str) -> HFConfig:
         """The object under `key`, whose keys are asked for like these; empty when absent."""
         value = self.get(key, {})
@@ -136,12 +141,14 @@ class HFConfig:
                 f"config.json: {self._prefix}{key} is {value!r}, and only {served} is served"
             )
 
-    def require_all(self, key: str, allowed: Any) -> None:
-        """Refuse the model unless every entry of the list `key` is `allowed`, or it is absent."""
+    def require_all(self, key: str, *allowed: Any) -> None:
+        """Refuse the model unless every entry of the list `key` is one of `allowed`, or it is
+        absent."""
         for value in self.get(key, []):
-            if value != allowed:
+            if value not in allowed:
+                served = " or ".join(repr(a) for a in allowed)
                 raise ModelError(
-                    f"config.json: {self._prefix}{key} has {value!r}; only {allowed!r} is served"
+                    f"config.json: {self._prefix}{key} has {value!r}; only {served} is served"
                 )
 
     def ignore(self, *keys: str) -> None:

@@ -14,6 +14,7 @@ from moestro.engine.models.spec import (
     RouterDtype,
     SharedSpec,
 )
+from moestro.engine.models.windows import FULL, read_windows
 
 _SHARED = "model.layers.{l}.mlp.shared_expert"
 NAMES = replace(
@@ -30,9 +31,7 @@ def spec(config: HFConfig) -> ModelSpec:
     heads = config.number("num_attention_heads", 16)
     head_dim = config.number("head_dim", hidden // heads)
     config.require("hidden_act", "silu")
-    config.require("use_sliding_window", False)
-    config.require_all("layer_types", "full_attention")
-    config.ignore("sliding_window", "max_window_layers")
+    windows = _windows(config, count)
     attention = AttentionSpec(
         heads=heads,
         kv_heads=config.number("num_key_value_heads", 16),
@@ -57,7 +56,18 @@ def spec(config: HFConfig) -> ModelSpec:
         max_positions=rope.reach(positions),
         tied_head=config.flag("tie_word_embeddings", False),
         rope=rope,
-        layers=qwen_layers(config, count, attention, moe),
+        layers=qwen_layers(config, windows, attention, moe),
         names=NAMES,
         dtype=config.dtype(),
     )
+
+
+def _windows(config: HFConfig, count: int) -> tuple[int | None, ...]:
+    first_full = config.number("max_window_layers", 28, least=0)
+    if config.flag("use_sliding_window", False):
+        return read_windows(
+            config, count, 4096, lambda layer: layer % 2 == 0 and layer < first_full
+        )
+    config.require_all("layer_types", FULL)
+    config.ignore("sliding_window")
+    return (None,) * count

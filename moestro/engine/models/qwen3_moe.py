@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from moestro.engine.models.hf_config import HFConfig
 from moestro.engine.models.names import EachExpert, PackedExperts, WeightNames
 from moestro.engine.models.rope_config import read_rope
@@ -13,7 +16,7 @@ from moestro.engine.models.spec import (
     QKNorm,
     RouterDtype,
 )
-from moestro.errors import ModelError
+from moestro.engine.models.windows import read_windows
 
 _MLP = "model.layers.{l}.mlp."
 QWEN_EXPERTS = (
@@ -30,11 +33,10 @@ def spec(config: HFConfig) -> ModelSpec:
     heads = config.number("num_attention_heads", 32)
     head_dim = config.number("head_dim", hidden // heads)
     config.require("hidden_act", "silu")
-    windowed = config.flag("use_sliding_window", False)
-    window = config.number("sliding_window", 4096) if windowed else None
     config.ignore("sliding_window", "layer_types", "max_window_layers")
-    if windowed and config.get("layer_types") and len(set(config.get("layer_types"))) > 1:
-        raise ModelError("config.json: layer_types mixes kinds of attention, which is not served")
+    windows: tuple[int | None, ...] = (None,) * count
+    if config.flag("use_sliding_window", False):
+        windows = read_windows(config, count, 4096, lambda layer: True)
     bias = config.flag("attention_bias", False)
     attention = AttentionSpec(
         heads=heads,
@@ -43,7 +45,6 @@ def spec(config: HFConfig) -> ModelSpec:
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=QKNorm.HEAD,
-        window=window,
     )
     moe = MoESpec(
         experts=config.experts(128),
@@ -62,22 +63,23 @@ def spec(config: HFConfig) -> ModelSpec:
         max_positions=rope.reach(positions),
         tied_head=config.flag("tie_word_embeddings", False),
         rope=rope,
-        layers=qwen_layers(config, count, attention, moe),
+        layers=qwen_layers(config, windows, attention, moe),
         names=QWEN_NAMES,
         dtype=config.dtype(),
     )
 
 
 def qwen_layers(
-    config: HFConfig, count: int, attention: AttentionSpec, moe: MoESpec
+    config: HFConfig, windows: Sequence[int | None], attention: AttentionSpec, moe: MoESpec
 ) -> tuple[LayerSpec, ...]:
-    """Sparse and dense layers, as decoder_sparse_step and mlp_only_layers say."""
+    """Sparse and dense layers, as decoder_sparse_step and mlp_only_layers say, each with its
+    window."""
     dense_only = set(config.get("mlp_only_layers", []))
     every = config.number("decoder_sparse_step", 1)
     width = config.number("intermediate_size", 6144)
     return tuple(
-        LayerSpec(attention, moe)
+        LayerSpec(replace(attention, window=window), moe)
         if layer not in dense_only and (layer + 1) % every == 0
-        else LayerSpec(attention, None, width)
-        for layer in range(count)
+        else LayerSpec(replace(attention, window=window), None, width)
+        for layer, window in enumerate(windows)
     )

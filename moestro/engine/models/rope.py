@@ -35,7 +35,7 @@ class Yarn:
 
     The ramp goes from the dimension that turns `beta_fast` times in `trained` positions to the one
     that turns `beta_slow` times, in whole dimensions if `truncate`. cos and sin are multiplied by
-    `magnitude`.
+    `magnitude`. `on_scores` is a factor on attention scores, which only some families apply.
     """
 
     factor: float
@@ -44,6 +44,7 @@ class Yarn:
     beta_slow: float
     truncate: bool
     magnitude: float
+    on_scores: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ def _yarn(said: _Said) -> Yarn:
         beta_slow=said.real("beta_slow", 1.0),
         truncate=truncate,
         magnitude=magnitude if given is None else given,
+        on_scores=_grown(factor, under) ** 2 if under else 1.0,
     )
 
 

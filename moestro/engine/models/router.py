@@ -24,7 +24,10 @@ class SoftmaxTopK:
 
 @dataclass(frozen=True, slots=True)
 class TopKSoftmax:
-    """The k best logits, then softmax over these alone (Granite)."""
+    """The k best logits, then softmax over these alone (Granite). `bias`: the logits have a learned
+    bias (GPT-OSS)."""
+
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,17 @@ class BiasedTopK:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedSoftmax:
+    """Softmax over all experts, then the k best out of the `kept` best of `groups` groups of equal
+    size, where a group counts as much as its best expert (DeepSeek-V2, arXiv 2405.04434). Logits
+    are float32."""
+
+    groups: int = 1
+    kept: int = 1
+    scale: float = 1.0  # on the weights
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMixer:
     """Two experts, the second after the first was taken out; a weight is the softmax over those
     that are near the best, nearer than 2 * `jitter` of it (Phi-3.5-MoE, arXiv 2409.12136)."""
@@ -53,4 +67,4 @@ class SparseMixer:
     jitter: float
 
 
-Router = SoftmaxTopK | TopKSoftmax | BiasedTopK | SparseMixer
+Router = SoftmaxTopK | TopKSoftmax | BiasedTopK | GroupedSoftmax | SparseMixer

@@ -1,9 +1,6 @@
-// The two ops that decide a decode step's time on a CPU, in float32: attention of one query a
-// sequence straight from KV blocks, and the gated MLPs of a few rows an expert. A plain C
-// interface, called without the interpreter's lock; no state. Meanings: kernels/reference.py.
+// A decode step's attention on a CPU, in float32: one query a sequence, straight from KV blocks. A
+// plain C interface, called without the interpreter's lock; no state. Meaning: kernels/reference.py.
 // Whoever calls asks moestro_native_runs first.
-
-#pragma GCC target("avx2,fma")
 
 #include <immintrin.h>
 
@@ -13,13 +10,16 @@
 #include <limits>
 #include <vector>
 
+// After the headers: their members are generated without it, and GCC 13 refuses to mix the two.
+#pragma GCC target("avx2,fma")
+
 namespace {
 
 constexpr int64_t CHUNK = 64;  // tokens whose scores are kept before their values are read
 constexpr int64_t LANES = 8;   // floats in a vector register
 constexpr int64_t AHEAD = 16;  // tokens whose keys and values are asked for beforehand
 constexpr int64_t LINE = 16;   // floats in a line of the caches
-constexpr int64_t ROWS = 4;    // keys, or rows of x, that one pass of a dot product serves
+constexpr int64_t ROWS = 4;    // keys that one pass of a dot product serves
 
 struct Shape {
     int64_t heads, kv_heads, dim, block_size;
@@ -117,30 +117,6 @@ void attend(const Shape& s, const float* q, const float* rows, const int64_t* ta
     }
 }
 
-// y [rows, width] = x [rows, length] @ weight [width, length].t()
-void product(const float* weight, const float* x, int64_t length, int64_t width, int64_t rows,
-             float* y) {
-    for (int64_t lo = 0; lo < rows; lo += ROWS) {
-        const int64_t n = std::min(ROWS, rows - lo);
-        const float* four[ROWS];
-        for (int64_t r = 0; r < ROWS; r++) four[r] = x + (lo + std::min(r, n - 1)) * length;
-        for (int64_t w = 0; w < width; w++) {
-            float found[ROWS];
-            _mm_storeu_ps(found, dots(weight + w * length, four, length));
-            for (int64_t r = 0; r < n; r++) y[(lo + r) * width + w] = found[r];
-        }
-    }
-}
-
-// inner [rows, width] = silu(gate) * up, for wide [rows, 2 * width] = [gate | up]
-void swiglu(const float* wide, int64_t width, int64_t rows, float* inner) {
-    for (int64_t r = 0; r < rows; r++) {
-        const float *gate = wide + r * 2 * width, *up = gate + width;
-        for (int64_t i = 0; i < width; i++)
-            inner[r * width + i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-    }
-}
-
 }  // namespace
 
 extern "C" {
@@ -167,23 +143,6 @@ void moestro_decode_attention(const float* q, const float* rows, const int64_t* 
         for (int64_t h = 0; h < heads; h++)
             for (int64_t i = 0; i < dim; i++)
                 out[(b * heads + h) * dim + i] = acc[h * dim + i] / sum[h];
-    }
-}
-
-// x [rows, hidden] sorted by expert, sizes [experts] rows each; gate_up[e] [2 * inner, hidden],
-// down[e] [hidden, inner]. out [rows, hidden]. `threads` at most.
-void moestro_grouped_experts(const float* x, const int64_t* sizes, const float* const* gate_up,
-                             const float* const* down, float* out, int64_t experts,
-                             int64_t hidden, int64_t inner, int threads) {
-    std::vector<int64_t> start(experts + 1, 0);
-    for (int64_t e = 0; e < experts; e++) start[e + 1] = start[e] + sizes[e];
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && experts > 1)
-    for (int64_t e = 0; e < experts; e++) {
-        const int64_t rows = sizes[e];
-        std::vector<float> wide(rows * 2 * inner), mid(rows * inner);
-        product(gate_up[e], x + start[e] * hidden, hidden, 2 * inner, rows, wide.data());
-        swiglu(wide.data(), inner, rows, mid.data());
-        product(down[e], mid.data(), inner, hidden, rows, out + start[e] * hidden);
     }
 }
 }

@@ -20,6 +20,7 @@ from moestro.kernels.gpu.tables import CacheTables, LayerWork, StepLog
 CHUNK = 1024  # routes that are looked at together, at most
 SHARE = 4  # experts whose routes one program sorts
 WARPS = 4
+FEW = 4  # routes that cost the CPU no more than one: it is bound by reading the weights
 
 
 @triton.jit
@@ -56,6 +57,16 @@ def _sort_routes(
         at = order + place[:, None] + tl.cumsum(own, 1)
         tl.store(at, tl.broadcast_to(route, (SHARE, CHUNK)), mask=(own != 0) & (found <= E))
         place += tl.sum(own, 1)
+
+
+@triton.jit
+def _leave_to_cpu(miss, counts, may_enter, expert, share, BLOCK: tl.constexpr, FEW: tl.constexpr):
+    """Those of the missing experts that the CPU computes: those with few routes before those with
+    many, those that may not enter the cache before those that may, then ascending."""
+    worth = (counts - 1) // FEW * 2 + may_enter.to(tl.int32)
+    place = tl.where(miss, worth * BLOCK + expert, 0x7FFFFFFF)
+    rank = tl.sum((place[None, :] < place[:, None]).to(tl.int32), 1)
+    return miss & (rank < tl.load(share + tl.sum(miss.to(tl.int32), 0)))
 
 
 @triton.jit
@@ -96,6 +107,12 @@ def _acquire(
     log_key,
     log_slot,
     log_started,
+    share,
+    n_cpu,
+    cpu_src,
+    cpu_start,
+    cpu_lo,
+    log_cpu,
     S,
     R,
     P: tl.constexpr,
@@ -105,6 +122,8 @@ def _acquire(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SHARE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FEW: tl.constexpr,
     TIMED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -130,8 +149,12 @@ def _acquire(
     counts = _count_routes(ids, P, E, BLOCK, CHUNK)
     needed = counts > 0
     miss = needed & (slot < 0)
+    nowhere = miss & (src == 0)
+    if SPLIT:
+        cpu = _leave_to_cpu(miss, counts, may_enter, expert, share, BLOCK, FEW)
+        miss = miss & ~cpu
     admitted = miss & may_enter
-    packed = _pack(counts, needed, miss, admitted, miss & (src == 0))
+    packed = _pack(counts, needed, miss, admitted, nowhere)
     total = tl.sum(packed, 0)
     before = tl.cumsum(packed, 0) - packed
     starts, routed = (before & 0xFFFF).to(tl.int32), (total & 0xFFFF).to(tl.int32)
@@ -192,8 +215,20 @@ def _acquire(
     tl.store(log_slot + layer * G + job, slot, mask=wanted)
     tl.store(log_key + layer * G + job, key, mask=wanted)
     tl.store(log_jobs + layer, jobs)
+    busy_cpu = 0
+    if SPLIT:
+        chosen = (cpu & served).to(tl.int32)
+        routes = chosen * counts
+        nth = tl.cumsum(chosen, 0) - chosen
+        busy_cpu = tl.sum(chosen, 0)
+        tl.store(cpu_src + nth, src, mask=chosen != 0)
+        tl.store(cpu_start + nth, starts, mask=chosen != 0)
+        tl.store(cpu_lo + nth, tl.cumsum(routes, 0) - routes, mask=chosen != 0)
+        tl.store(cpu_lo + busy_cpu, tl.sum(routes, 0))
+        tl.store(n_cpu, busy_cpu)
+        tl.store(log_cpu + layer, busy_cpu)
     if TIMED:
-        tl.store(log_started + layer, tl.extra.cuda.globaltimer(), mask=jobs > 0)
+        tl.store(log_started + layer, tl.extra.cuda.globaltimer(), mask=jobs + busy_cpu > 0)
 
 
 def acquire(
@@ -203,6 +238,7 @@ def acquire(
     *,
     work: LayerWork,
     log: StepLog,
+    split: bool = False,
     timed: bool = False,
 ) -> None:
     """Give the experts of a layer their slots; write `work`, and the layer's row of `log`.
@@ -210,8 +246,9 @@ def acquire(
     ids int32 [B, K], contiguous; -1 and what is not below E choose nothing. layer counts MoE
     layers. `work` must have been made for B * K routes and `log` for the same number of groups.
     After a fault (`gpu.tables.Fault`), now or earlier, there are no groups and no jobs and the
-    tables stay as they are. `timed` notes when the jobs were known; it has no effect in Triton's
-    interpreter, which has no timer.
+    tables stay as they are. With `split` some of the missing experts, as many as `tables.share`
+    says, get no slot: they are left to the CPU. `timed` notes when the jobs were known; it has no
+    effect in Triton's interpreter, which has no timer.
     """
     routes, groups = ids.numel(), work.groups
     assert ids.is_contiguous() and ids.dtype == torch.int32 and work.routes == routes
@@ -239,6 +276,12 @@ def acquire(
         log.job_key,
         log.job_slot,
         log.started,
+        tables.share,
+        work.n_cpu,
+        work.cpu_src,
+        work.cpu_start,
+        work.cpu_lo,
+        log.n_cpu,
         tables.slots,
         tables.ring,
         P=routes,
@@ -248,6 +291,8 @@ def acquire(
         WINDOW=triton.next_power_of_2(groups),
         CHUNK=min(CHUNK, max(32 * WARPS, triton.next_power_of_2(routes))),
         SHARE=SHARE,
+        SPLIT=split,
+        FEW=FEW,
         TIMED=timed and not triton.knobs.runtime.interpret,
         num_warps=WARPS,
         **chained(),

@@ -54,6 +54,7 @@ def decode_attention(
     out: torch.Tensor,
     scratch: torch.Tensor,
     splits: int,
+    sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Attend from the last position of each row to all of the row, or to its last `window`.
@@ -62,8 +63,9 @@ def decode_attention(
     float16), contiguous; tables int32 [B, n] plain block numbers; lengths int32 [B], the query's
     own position included; scale > 0; out [B, h * d]; scratch float32 of at least `scratch_floats`
     elements; splits a power of two up to `MOST_SPLITS`. A row of length 0 gives zeros. Table
-    entries outside the visible range are not read. Split-KV after Flash-Decoding (Dao et al.
-    2023), online softmax as in FlashAttention-2 (arXiv 2307.08691). Returns `out`.
+    entries outside the visible range are not read. sinks [h]: one more score of each head, which
+    takes its share of the softmax and stands for no token. Split-KV after Flash-Decoding (Dao et
+    al. 2023), online softmax as in FlashAttention-2 (arXiv 2307.08691). Returns `out`.
     """
     rows, heads, dim = q.shape
     _, _, block_size, _, kv_heads, _ = pool.shape
@@ -81,6 +83,7 @@ def decode_attention(
         lengths,
         scratch if many else out,
         lse,
+        q if sinks is None else sinks,
         layer,
         scale * _LOG2E,
         window or 0,
@@ -98,6 +101,7 @@ def decode_attention(
         N=tile.cols,
         D=max(16, triton.next_power_of_2(dim)),
         HAS_WINDOW=window is not None,
+        SINKS=sinks is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **chained(),
@@ -106,7 +110,10 @@ def decode_attention(
         _join_kernel[(rows * heads,)](
             scratch,
             lse,
+            lse if sinks is None else sinks,
             out,
+            HEADS=heads,
+            SINKS=sinks is not None,
             SPLITS=splits,
             DIM=dim,
             D=triton.next_power_of_2(dim),
@@ -131,6 +138,7 @@ def _split_kernel(
     lengths_ptr: tl.tensor,
     out_ptr: tl.tensor,  # SPLITS > 1: float32 [B, h, SPLITS, DIM]; else the result [B, h, DIM]
     lse_ptr: tl.tensor,  # float32 [B, h, SPLITS], base 2; -inf where a split saw nothing
+    sinks_ptr: tl.tensor,  # of SPLITS == 1; else the join counts them
     layer: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
@@ -148,6 +156,7 @@ def _split_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     begin(CHAINED)
@@ -175,6 +184,10 @@ def _split_kernel(
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
+    if SINKS and SPLITS == 1:
+        sink = tl.load(sinks_ptr + kv_head * SHARE + member, mask=member < SHARE, other=0.0)
+        best = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
+        total = tl.full([M], 1.0, tl.float32)
     for start in range(lo, hi, N):
         at = start + cols
         seen = (at >= first) & (at < hi)
@@ -211,7 +224,10 @@ def _split_kernel(
 def _join_kernel(
     parts_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     D: tl.constexpr,
@@ -223,6 +239,9 @@ def _join_kernel(
     dims = tl.arange(0, D)
     lse = tl.load(lse_ptr + head * SPLITS + split)
     best = tl.max(lse, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head % HEADS).to(tl.float32) * 1.4426950408889634  # log2(e)
+        best = tl.maximum(best, sink)
     shift = tl.where(best == float("-inf"), 0.0, best)
     weights = tl.exp2(lse - shift)
     # A split that saw nothing wrote nothing; a NaN is not -inf and must show.
@@ -230,5 +249,7 @@ def _join_kernel(
     spot = (head * SPLITS + split)[:, None] * DIM + dims[None, :]
     parts = tl.load(parts_ptr + spot, mask=wrote[:, None] & (dims < DIM)[None, :], other=0.0)
     total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(sink - shift)
     result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + head * DIM + dims, result.to(out_ptr.dtype.element_ty), mask=dims < DIM)

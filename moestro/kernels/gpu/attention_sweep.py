@@ -36,6 +36,7 @@ def sweep_attention(
     window: int | None,
     *,
     out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Attend from positions start, start + 1, ... to everything up to each, or its last `window`.
@@ -43,7 +44,8 @@ def sweep_attention(
     q [T, h, d] and pool [blocks, layers, block_size, 2, g, d] of one dtype (float32, bfloat16 or
     float16), contiguous; a row of q may lie inside a wider row (its last two dimensions are
     contiguous). table int32 [n] plain block numbers covering positions 0 .. start + T - 1, of which
-    those before every window are not read; scale > 0; out [T, h * d]. `tile` overrides the choice
+    those before every window are not read; scale > 0; out [T, h * d]; sinks [h] as in
+    `attention_decode`. `tile` overrides the choice
     by dtype and size. FlashAttention-2 forward (arXiv 2307.08691). Returns `out`.
     """
     rows, heads, dim = q.shape
@@ -56,6 +58,7 @@ def sweep_attention(
         pool,
         table,
         out,
+        q if sinks is None else sinks,
         layer,
         start,
         rows,
@@ -74,6 +77,7 @@ def sweep_attention(
         N=tile.cols,
         D=max(16, triton.next_power_of_2(dim)),
         HAS_WINDOW=window is not None,
+        SINKS=sinks is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -98,6 +102,7 @@ def _sweep_kernel(
     pool_ptr: tl.tensor,
     table_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     layer: tl.tensor,
     start: tl.tensor,
     count: tl.tensor,  # queries
@@ -116,6 +121,7 @@ def _sweep_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
     row = (tl.num_programs(1) - 1 - tl.program_id(1)) * M
@@ -142,6 +148,10 @@ def _sweep_kernel(
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634  # log2(e)
+        best = tl.zeros([M], tl.float32) + sink
+        total = tl.full([M], 1.0, tl.float32)
     at = start + member
     if HAS_WINDOW:
         acc, best, total = _span(

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from moestro.kernels.gpu.chain import begin, chained
+from moestro.kernels.gpu.gating import SWIGLU, Gating, bias_place, gated, load_bias
 from moestro.kernels.gpu.tables import LayerWork
 
 ALIGN = 256  # bytes; on which each matrix of a blob starts
@@ -66,6 +67,9 @@ def _by_row(
     D: tl.constexpr,
     SHARE: tl.constexpr,
     GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -75,7 +79,7 @@ def _by_row(
     slot = tl.load(group_slot + group).to(tl.int64)
     lo = tl.load(group_lo + group)
     hi = tl.load(group_lo + group + 1)
-    if group >= tl.load(n_groups):
+    if (group >= tl.load(n_groups)) | (slot < 0):  # none, or the CPU's
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     weight = slab + slot * STRIDE + OFFSET + row[:, None] * D
@@ -102,8 +106,13 @@ def _by_row(
             if GATED:
                 total_up += w_up.to(tl.float32) * value
         result = tl.sum(total, 1)
+        if BIAS >= 0:
+            result += load_bias(slab + slot * STRIDE + BIAS, row, row < N)
         if GATED:
-            result = result * tl.sigmoid(result) * tl.sum(total_up, 1)
+            up = tl.sum(total_up, 1)
+            if BIAS >= 0:
+                up += load_bias(slab + slot * STRIDE + BIAS + N, row, row < N)
+            result = gated(result, up, ALPHA, LIMIT)
         tl.store(out + route * N + row, result.to(out.dtype.element_ty), mask=row < N)
 
 
@@ -122,6 +131,9 @@ def _by_tile(
     D: tl.constexpr,
     SHARE: tl.constexpr,
     GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -132,7 +144,7 @@ def _by_tile(
     slot = tl.load(group_slot + group).to(tl.int64)
     lo = tl.load(group_lo + group)
     hi = tl.load(group_lo + group + 1)
-    if group >= tl.load(n_groups):
+    if (group >= tl.load(n_groups)) | (slot < 0):  # none, or the CPU's
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kept = (row < N)[:, None]
@@ -154,8 +166,12 @@ def _by_tile(
             if GATED:
                 w_up = tl.load(here + N * D, mask=kept & inside[None, :], other=0.0)
                 total_up = tl.dot(w_up, values, total_up, input_precision="ieee")
+        if BIAS >= 0:
+            total += load_bias(slab + slot * STRIDE + BIAS, row, row < N)[:, None]
+            if GATED:
+                total_up += load_bias(slab + slot * STRIDE + BIAS + N, row, row < N)[:, None]
         if GATED:
-            total = total * tl.sigmoid(total) * total_up
+            total = gated(total, total_up, ALPHA, LIMIT)
         place = out + route[None, :] * N + row[:, None]
         tl.store(place, total.to(out.dtype.element_ty), mask=kept & real)
 
@@ -167,17 +183,23 @@ def expert_up(
     k: int,
     *,
     y: torch.Tensor,
+    gating: Gating = SWIGLU,
+    bias: int | None = None,
     shape: Shape | None = None,
 ) -> None:
     """y[route] = silu(gate x[route // k]) * (up x[route // k]) for the routes of every group.
 
     x [B, H]; y [B * k, I]; slab uint8 [S + R, nbytes], whose blobs begin with gate_up [2I, H] in
     x's dtype. All contiguous. Rows of y that belong to no group are not touched.
+    `gating` is what stands for silu(gate) * up; `bias` the byte of a slot at which the biases
+    [2I] of gate and up begin, in x's dtype.
     """
     size = y.shape[1]
     assert y.shape[0] == work.routes == x.shape[0] * k and y.dtype == x.dtype
     chosen = shape or _choose(work, x.dtype)[0]
-    _launch(x, y, work, slab, chosen, offset=0, rows=size, share=k, gated=True)
+    _launch(
+        x, y, work, slab, chosen, offset=0, rows=size, share=k, gated=True, bias=bias, gating=gating
+    )
 
 
 def expert_down(
@@ -186,6 +208,7 @@ def expert_down(
     slab: torch.Tensor,
     *,
     z: torch.Tensor,
+    bias: int | None = None,
     shape: Shape | None = None,
 ) -> None:
     """z[route] = down y[route] for the routes of every group.
@@ -193,12 +216,13 @@ def expert_down(
     y [P, I]; z [P, H] in y's dtype or float32; slab uint8 [S + R, nbytes], whose blobs hold down
     [H, I] in y's dtype behind gate_up [2I, H]. All contiguous. Rows of z that belong to no group
     are not touched.
+    `bias`: the byte of a slot at which the bias [H] begins, in y's dtype.
     """
     size, inner = z.shape[1], y.shape[1]
     assert z.shape[0] == y.shape[0] == work.routes and z.dtype in (y.dtype, torch.float32)
     offset = triton.cdiv(2 * inner * size * y.element_size(), ALIGN) * ALIGN // y.element_size()
     chosen = shape or _choose(work, y.dtype)[1]
-    _launch(y, z, work, slab, chosen, offset=offset, rows=size, share=1, gated=False)
+    _launch(y, z, work, slab, chosen, offset=offset, rows=size, share=1, gated=False, bias=bias)
 
 
 def _choose(work: LayerWork, dtype: torch.dtype) -> tuple[Shape, Shape]:
@@ -217,6 +241,8 @@ def _launch(
     rows: int,
     share: int,
     gated: bool,
+    bias: int | None,
+    gating: Gating = SWIGLU,
 ) -> None:
     assert x.is_contiguous() and out.is_contiguous() and slab.is_contiguous()
     columns = x.shape[1]
@@ -241,11 +267,13 @@ def _launch(
         D=columns,
         SHARE=share,
         GATED=gated,
+        BIAS=bias_place(bias, x.element_size()),
         ROWS=shape.rows,
         COLUMNS=width,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **tokens,
+        **gating.arguments(),
         **chained(),
     )
 

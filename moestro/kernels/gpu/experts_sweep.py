@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-_FIELDS = 8  # ints of a tile in the plan: slot, first, end, first of its bundle, bundle size
+from moestro.kernels.gpu.gating import SWIGLU, Gating, bias_place, gated, load_bias
+
+FIELDS = 8  # ints of a tile in the plan: slot, first, end, first of its bundle, bundle size
 _BUNDLE = 16  # row tiles that share a weight tile while it is in L2
 _MULTIPROCESSORS_OF_CPU = 3  # for the interpreter; odd, so that strides are odd
 
@@ -74,7 +76,7 @@ class Tiles:
     def empty(routes: int, groups: int, rows: int, device: torch.device | str) -> Tiles:
         """Buffers for up to `groups` groups with up to `routes` routes in all."""
         capacity = triton.cdiv(routes, rows) + groups
-        table = torch.empty(capacity, _FIELDS, dtype=torch.int32, device=device)
+        table = torch.empty(capacity, FIELDS, dtype=torch.int32, device=device)
         return Tiles(rows, table, torch.empty(1, dtype=torch.int32, device=device))
 
 
@@ -97,7 +99,7 @@ def plan_tiles(
         M=out.rows,
         N=triton.next_power_of_2(offsets.numel()),  # not of the groups: one kernel for all
         BUNDLE=_BUNDLE,
-        FIELDS=_FIELDS,
+        FIELDS=FIELDS,
     )
     return out
 
@@ -110,20 +112,23 @@ def sweep_up(
     k: int,
     *,
     y: torch.Tensor,
+    gating: Gating = SWIGLU,
+    bias: int | None = None,
     shape: Shape | None = None,
 ) -> torch.Tensor:
     """y[route] = silu(gate(x[route // k])) * up(x[route // k]) for every route of the tiles.
 
     x [T, H] float32, bfloat16 or float16; order int32 [T * k]; slab uint8 [slots, nbytes], a slot
     beginning with [gate; up] of [2I, H]; y [T * k, I] of x's dtype, of which the rows of other
-    routes stay as they are. Products and activation in float32, rounded once. `shape` overrides the
-    table. Returns `y`.
+    routes stay as they are. Products and activation in float32, rounded once.
+    `gating` is what stands for silu(gate) * up; `bias` the byte of a slot at which the biases
+    [2I] of gate and up begin, in x's dtype. `shape` overrides the table. Returns `y`.
     """
     hidden, inter = x.shape[1], y.shape[1]
     weights = slab.view(x.dtype)
     shape = shape or _shape(UP, tiles.rows, x.dtype)
     assert x.is_contiguous() and y.is_contiguous() and order.dtype == torch.int32
-    _up_kernel[_grid(tiles, inter, shape, x.device)](
+    _up_kernel[grid(tiles, inter, shape, x.device)](
         x,
         order,
         tiles.table,
@@ -134,13 +139,15 @@ def sweep_up(
         hidden,
         inter,
         ROUTES_PER_TOKEN=k,
+        BIAS=bias_place(bias, x.element_size()),
         M=tiles.rows,
         N=shape.cols,
         DEPTH=shape.depth,
         EVEN=hidden % shape.depth == 0,
-        FIELDS=_FIELDS,
+        FIELDS=FIELDS,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **gating.arguments(),
     )
     return y
 
@@ -153,19 +160,21 @@ def sweep_down(
     down_offset: int,
     *,
     z: torch.Tensor,
+    bias: int | None = None,
     shape: Shape | None = None,
 ) -> torch.Tensor:
     """z[route] = down(y[route]) for every route of the tiles.
 
     y [T * k, I] float32, bfloat16 or float16; slab uint8 [slots, nbytes] with down of [H, I] at
     byte `down_offset` of a slot; z [T * k, H] of y's dtype or float32, of which the rows of other
-    routes stay as they are. Sums in float32. `shape` overrides the table. Returns `z`.
+    routes stay as they are. Sums in float32. `bias`: the byte of a slot at which the bias [H]
+    begins, in y's dtype. `shape` overrides the table. Returns `z`.
     """
     inter, hidden = y.shape[1], z.shape[1]
     weights = slab.view(y.dtype)
     shape = shape or _shape(DOWN, tiles.rows, y.dtype)
     assert y.is_contiguous() and z.is_contiguous() and order.dtype == torch.int32
-    _down_kernel[_grid(tiles, hidden, shape, y.device)](
+    _down_kernel[grid(tiles, hidden, shape, y.device)](
         y,
         order,
         tiles.table,
@@ -176,11 +185,12 @@ def sweep_down(
         down_offset // y.element_size(),
         hidden,
         inter,
+        BIAS=bias_place(bias, y.element_size()),
         M=tiles.rows,
         N=shape.cols,
         DEPTH=shape.depth,
         EVEN=inter % shape.depth == 0,
-        FIELDS=_FIELDS,
+        FIELDS=FIELDS,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -191,7 +201,8 @@ def _shape(table: dict[int, Shape], rows: int, dtype: torch.dtype) -> Shape:
     return _FLOAT32 if dtype == torch.float32 else table[rows]
 
 
-def _grid(tiles: Tiles, outputs: int, shape: Shape, device: torch.device) -> tuple[int]:
+def grid(tiles: Tiles, outputs: int, shape: Shape, device: torch.device) -> tuple[int]:
+    """Programs that share the work of all tiles with `outputs` columns."""
     processors = _MULTIPROCESSORS_OF_CPU
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -237,7 +248,7 @@ def _plan_kernel(
 
 
 @triton.jit
-def _find(
+def find(
     work: tl.tensor,
     table_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -275,16 +286,19 @@ def _up_kernel(
     hidden: tl.tensor,
     inter: tl.tensor,
     ROUTES_PER_TOKEN: tl.constexpr,
+    BIAS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
     FIELDS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
     columns = tl.cdiv(inter, N)
     depth = tl.arange(0, DEPTH)
     for work in range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0)):
-        slot, column, routes, real = _find(work, table_ptr, order_ptr, columns, M, FIELDS)
+        slot, column, routes, real = find(work, table_ptr, order_ptr, columns, M, FIELDS)
         col = column * N + tl.arange(0, N)
         weights = weights_ptr + slot * slot_stride
         token = (routes // ROUTES_PER_TOKEN).to(tl.int64)
@@ -305,7 +319,10 @@ def _up_kernel(
                 c = tl.load(ups + start, mask=inside, other=0.0)
             gate = tl.dot(a, b.T, gate, input_precision="ieee")
             up = tl.dot(a, c.T, up, input_precision="ieee")
-        y = (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty)
+        if BIAS >= 0:
+            gate += load_bias(weights + BIAS, col, col < inter)[None, :]
+            up += load_bias(weights + BIAS + inter, col, col < inter)[None, :]
+        y = gated(gate, up, ALPHA, LIMIT).to(y_ptr.dtype.element_ty)
         spots = y_ptr + routes.to(tl.int64)[:, None] * inter + col[None, :]
         tl.store(spots, y, mask=real[:, None] & (col < inter)[None, :])
 
@@ -322,6 +339,7 @@ def _down_kernel(
     down_offset: tl.tensor,
     hidden: tl.tensor,
     inter: tl.tensor,
+    BIAS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -331,9 +349,10 @@ def _down_kernel(
     columns = tl.cdiv(hidden, N)
     depth = tl.arange(0, DEPTH)
     for work in range(tl.program_id(0), tl.load(count_ptr) * columns, tl.num_programs(0)):
-        slot, column, routes, real = _find(work, table_ptr, order_ptr, columns, M, FIELDS)
+        slot, column, routes, real = find(work, table_ptr, order_ptr, columns, M, FIELDS)
         col = column * N + tl.arange(0, N)
-        weights = weights_ptr + slot * slot_stride + down_offset
+        own = weights_ptr + slot * slot_stride
+        weights = own + down_offset
         route = routes.to(tl.int64)[:, None]
         rows = y_ptr + route * inter + depth[None, :]
         downs = weights + tl.minimum(col, hidden - 1)[:, None] * inter + depth[None, :]
@@ -347,6 +366,8 @@ def _down_kernel(
                 a = tl.load(rows + start, mask=inside, other=0.0)
                 b = tl.load(downs + start, mask=inside, other=0.0)
             z = tl.dot(a, b.T, z, input_precision="ieee")
+        if BIAS >= 0:
+            z += load_bias(own + BIAS, col, col < hidden)[None, :]
         spots = z_ptr + route * hidden + col[None, :]
         real_cols = (col < hidden)[None, :]
         tl.store(spots, z.to(z_ptr.dtype.element_ty), mask=real[:, None] & real_cols)

@@ -155,15 +155,17 @@ def linear(
 ) -> None:
     """out = x weight^T + bias, summed in float32 and rounded once.
 
-    x [B, K], weight [N, K], out [B, N] and bias [N], contiguous, of one float dtype. Any B is
-    right, but it is made for those that `serves` names: past the tokens of a shape the weights are
-    read again. A row of out does not depend on the other rows of x, except that B picks the kernel.
+    x [B, K], weight [N, K], out [B, N] and bias [N], contiguous, of one float dtype; x may be of
+    another one where the weight is float32. Any B is right, but it is made for those that `serves`
+    names: past the tokens of a shape the weights are read again. A row of out does not depend on
+    the other rows of x, except that B picks the kernel.
     """
     (count, k), n = x.shape, weight.shape[0]
-    assert weight.shape == (n, k) and out.shape == (count, n) and x.dtype == weight.dtype
+    assert weight.shape == (n, k) and out.shape == (count, n)
+    assert weight.dtype in (x.dtype, torch.float32)
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     assert bias is None or bias.shape == (n,)
-    chosen = shape or choose(count, n, x.dtype)
+    chosen = shape or choose(count, n, weight.dtype)
     width = fitting_columns(k, chosen.columns)
     if not chosen.stages and k <= chosen.columns:
         width = triton.next_power_of_2(k)  # in one piece: idle threads, but no waiting

@@ -65,6 +65,7 @@ def _prepare(
     HEAT: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
+    SCALE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     begin(CHAINED)
@@ -76,6 +77,8 @@ def _prepare(
     for lo in range(0, H, BLOCK):
         inside = lo + at < H
         values = tl.load(embedding + token * H + lo + at, mask=inside)
+        if SCALE != 1.0:
+            values = (values.to(tl.float32) * SCALE).to(residual.dtype.element_ty)
         tl.store(residual + row * H + lo + at, values, mask=inside)
     column = tl.load(given + COLUMN * R + row)
     tl.store(tables + row * table_stride + column, tl.load(given + NEW * R + row).to(tl.int32))
@@ -96,11 +99,13 @@ def prepare(
     tables: torch.Tensor,
     *,
     out: Prepared,
+    scale: float = 1.0,
 ) -> None:
-    """Fill `out` and enter new blocks into the tables.
+    """Fill `out`, embeddings times `scale`, and enter new blocks into the tables.
 
     given int64 [lines, R] with R >= B; sampled int64 [R], by the last step; embedding [V, H];
     tables int32 [R, n], whose column `column` of each row is overwritten. All contiguous.
+    `scale` is a constant of the model: a kernel is compiled for each.
     """
     count, hidden = out.residual.shape
     assert given.is_contiguous() and embedding.is_contiguous() and tables.stride(1) == 1
@@ -127,6 +132,7 @@ def prepare(
         HEAT=lines.temperature,
         TOP_K=lines.top_k,
         ROWS=lines.rows,
+        SCALE=scale,
         num_warps=4,
         **chained(),
     )

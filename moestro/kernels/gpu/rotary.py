@@ -44,6 +44,7 @@ def _qk_norm_rope_write(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     CLIP: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     begin(CHAINED)
@@ -79,8 +80,13 @@ def _qk_norm_rope_write(
 
     turning = at < TURNED
     angle = position * tl.load(inverse + at % half, mask=turning, other=0.0)
-    cos = tl.cos(angle).to(dtype).to(tl.float32)[None, :]
-    sin = tl.where(at < half, -tl.sin(angle), tl.sin(angle)).to(dtype).to(tl.float32)[None, :]
+    cos = tl.cos(angle)
+    sin = tl.where(at < half, -tl.sin(angle), tl.sin(angle))
+    if MAGNITUDE != 1.0:
+        cos = cos * MAGNITUDE
+        sin = sin * MAGNITUDE
+    cos = cos.to(dtype).to(tl.float32)[None, :]
+    sin = sin.to(dtype).to(tl.float32)[None, :]
     turned = (own * cos).to(dtype).to(tl.float32) + other * sin
     turned = tl.where(turning[None, :], turned, own)
     result = tl.where(head[:, None] < QUERIES + KEYS, turned, plain).to(dtype)
@@ -108,6 +114,7 @@ def qk_norm_rope_write(
     clip: float | None,
     *,
     q_out: torch.Tensor,
+    magnitude: float = 1.0,
 ) -> None:
     """Clamp, norm and rotate q and k; q goes to `q_out`, k and v to the pool.
 
@@ -115,7 +122,8 @@ def qk_norm_rope_write(
     pool (`kv_cache.storage`) or -1 for one that is not stored; inverse float32 [dim / 2] with
     dim <= d, even: dimensions past dim are not rotated; pool [blocks, layers, block_size, 2, g, d];
     q_norm and k_norm [d], both or neither; clip: clamp q, k and v to +-clip; q_out [B, h, d]. All
-    contiguous; qkv, pool, norms and q_out of one float dtype. cos and sin are rounded to it.
+    contiguous; qkv, pool, norms and q_out of one float dtype. cos and sin, times `magnitude`, are
+    rounded to it; that is a constant of the model: a kernel is compiled for each.
     """
     rows, turned = qkv.shape[0], 2 * inverse.shape[0]
     assert qkv.shape == (rows, (h + 2 * g) * d) and q_out.shape == (rows, h, d) and turned <= d
@@ -143,6 +151,7 @@ def qk_norm_rope_write(
         BLOCK=triton.next_power_of_2(d),
         NORM=q_norm is not None,
         CLIP=clip is not None,
+        MAGNITUDE=magnitude,
         num_warps=warps,
         **chained(),
     )

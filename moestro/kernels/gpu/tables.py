@@ -22,6 +22,7 @@ class Fault(IntEnum):
     NONE = 0
     NOT_IN_HOST_MEMORY = 1
     NO_SLOT = 2
+    NO_ANSWER = 3  # the host's processor did not compute its share in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class CacheTables:
     victims: torch.Tensor  # int32 [V]: slots to take, in this order and then from the beginning
     cursor: torch.Tensor  # int32 [2]: next index into victims, how many of them count
     fault: torch.Tensor  # int32 [2]: a Fault and its layer; the first one stays
+    share: torch.Tensor  # int32 [E + 1]: of so many missing experts, how many the CPU computes
     slots: int  # S
     ring: int  # R
     experts: int  # E
@@ -60,6 +62,7 @@ class CacheTables:
             victims=torch.full((victims,), -1, dtype=torch.int32, device=device),
             cursor=torch.zeros(2, dtype=torch.int32, device=device),
             fault=torch.zeros(2, dtype=torch.int32, device=device),
+            share=torch.zeros(experts + 1, dtype=torch.int32, device=device),
             slots=slots,
             ring=ring,
             experts=experts,
@@ -71,13 +74,18 @@ class LayerWork:
     """What one layer has to copy and compute. One is enough for all layers, one after another."""
 
     n_groups: torch.Tensor  # int32 [1]: experts that are needed
-    group_slot: torch.Tensor  # int32 [G]: where each is, ascending by expert
+    group_slot: torch.Tensor  # int32 [G]: where each is, ascending by expert; -1: left to the CPU
     group_lo: torch.Tensor  # int32 [G + 1]: its routes are order[group_lo[i]:group_lo[i + 1]]
     order: torch.Tensor  # int32 [P]: routes by expert, then by number; those without one last
     n_jobs: torch.Tensor  # int32 [1]: blobs to copy
     job_slot: torch.Tensor  # int32 [G]: where to
     job_src: torch.Tensor  # int64 [G]: host address where from
     taken: torch.Tensor  # int32 [G]: scratch of acquire, the victims that it takes
+    n_cpu: torch.Tensor  # int32 [1]: experts that are left to the CPU
+    cpu_src: torch.Tensor  # int64 [G]: host address of each
+    cpu_start: torch.Tensor  # int32 [G]: where its routes begin in `order`
+    cpu_lo: torch.Tensor  # int32 [G + 1]: where they begin in `cpu_route`
+    cpu_route: torch.Tensor  # int32 [P]: the routes left to the CPU, written by `cpu_share.post`
 
     @classmethod
     def empty(cls, experts: int, routes: int, device: torch.device | str) -> LayerWork:
@@ -92,6 +100,11 @@ class LayerWork:
             job_slot=torch.zeros(groups, dtype=torch.int32, device=device),
             job_src=torch.zeros(groups, dtype=torch.int64, device=device),
             taken=torch.zeros(groups, dtype=torch.int32, device=device),
+            n_cpu=torch.zeros(1, dtype=torch.int32, device=device),
+            cpu_src=torch.zeros(groups, dtype=torch.int64, device=device),
+            cpu_start=torch.zeros(groups, dtype=torch.int32, device=device),
+            cpu_lo=torch.zeros(groups + 1, dtype=torch.int32, device=device),
+            cpu_route=torch.zeros(routes, dtype=torch.int32, device=device),
         )
 
     @property
@@ -108,13 +121,17 @@ class LayerWork:
 @dataclass(frozen=True, slots=True)
 class StepLog:
     """What a step fetched, for the host to read after it. A layer's times are valid only when it
-    had jobs and was timed; they are in ns of the GPU's global timer."""
+    had misses and was timed; they are in ns of the GPU's global timer."""
 
     n_jobs: torch.Tensor  # int32 [L]
     job_key: torch.Tensor  # int32 [L, G]
     job_slot: torch.Tensor  # int32 [L, G]
-    started: torch.Tensor  # int64 [L]
-    ended: torch.Tensor  # int64 [L]
+    n_cpu: torch.Tensor  # int32 [L]: experts that were left to the CPU
+    started: torch.Tensor  # int64 [L]: the misses were known
+    ended: torch.Tensor  # int64 [L]: the jobs were done
+    waiting: torch.Tensor  # int64 [L]: nothing else was left than to wait for the CPU
+    answered: torch.Tensor  # int64 [L]: the CPU's share was seen to be done
+    spent: torch.Tensor  # int32 [L]: ns that the CPU took for it by its own clock
 
     @classmethod
     def empty(cls, layers: int, groups: int, device: torch.device | str) -> StepLog:
@@ -123,6 +140,10 @@ class StepLog:
             n_jobs=torch.zeros(layers, dtype=torch.int32, device=device),
             job_key=torch.full((layers, groups), -1, dtype=torch.int32, device=device),
             job_slot=torch.full((layers, groups), -1, dtype=torch.int32, device=device),
+            n_cpu=torch.zeros(layers, dtype=torch.int32, device=device),
             started=torch.zeros(layers, dtype=torch.int64, device=device),
             ended=torch.zeros(layers, dtype=torch.int64, device=device),
+            waiting=torch.zeros(layers, dtype=torch.int64, device=device),
+            answered=torch.zeros(layers, dtype=torch.int64, device=device),
+            spent=torch.zeros(layers, dtype=torch.int32, device=device),
         )

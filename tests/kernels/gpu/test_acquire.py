@@ -26,6 +26,7 @@ def to_device(tables: plain.Tables, device: str) -> CacheTables:
         victims=ints(tables.victims),
         cursor=ints([tables.cursor, len(tables.victims)]),
         fault=ints(list(tables.fault)),
+        share=ints(tables.share or [0] * (tables.experts + 1)),
         slots=len(tables.owner),
         ring=tables.ring,
         experts=tables.experts,
@@ -57,7 +58,8 @@ class Both:
         self.work.job_slot.fill_(POISON)
         self.work.job_src.fill_(POISON)
         routed = torch.tensor(ids, dtype=torch.int32, device=self.device).view(self.shape)
-        acquire(layer, routed, self.real, work=self.work, log=self.log)
+        split = bool(self.plain.share)
+        acquire(layer, routed, self.real, work=self.work, log=self.log, split=split)
         expected = plain.acquire(layer, ids, self.plain)
         self.check_work(layer, expected)
         self.check_tables()
@@ -76,6 +78,13 @@ class Both:
         assert work.job_src[:jobs].tolist() == [job.source for job in expected.jobs]
         assert log.job_slot[layer, :jobs].tolist() == [job.slot for job in expected.jobs]
         assert log.job_key[layer, :jobs].tolist() == [job.key for job in expected.jobs]
+        left = int(work.n_cpu)
+        assert left == int(log.n_cpu[layer]) == len(expected.cpu)
+        assert work.cpu_src[:left].tolist() == [job.source for job in expected.cpu]
+        begin, lo = work.cpu_start.tolist(), work.cpu_lo.tolist()
+        for n, job in enumerate(expected.cpu):
+            size = lo[n + 1] - lo[n]
+            assert work.order[begin[n] : begin[n] + size].tolist() == job.routes
 
     def check_tables(self) -> None:
         assert self.real.slot_of.tolist() == self.plain.slot_of
@@ -111,6 +120,8 @@ def cases(draw: st.DrawFn) -> tuple[plain.Tables, int, int, list[tuple[int, list
     )
     for key in draw(st.sets(st.integers(0, layers * experts - 1), max_size=2)):
         tables.source[key] = 0
+    if draw(st.booleans()):
+        tables.share = [draw(st.integers(0, missing)) for missing in range(experts + 1)]
     steps = []
     for _ in range(draw(st.integers(1, 8))):
         victims = draw(st.permutations(range(slots)))[: draw(st.integers(0, slots))]

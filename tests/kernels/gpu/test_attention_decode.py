@@ -29,7 +29,9 @@ class Case:
         kv_heads: int,
         dim: int,
         window: int | None = None,
+        sinks: bool = False,
     ) -> None:
+        self.sinks = 2 * torch.randn(heads, device=device).to(dtype) if sinks else None
         self.window, self.scale = window, 1.0 / math.sqrt(dim)
         self.layer, layers = 1, 3
         pages = max(1, -(-max(lengths) // PAGE))
@@ -55,8 +57,9 @@ class Case:
         where = numbers[at // PAGE].to(self.pool.device), at.to(self.pool.device) % PAGE
         self.pool[where[0], self.layer, where[1]] = kv.to(self.pool.device)
         visible = torch.ones(1, 1, 1, length - first, dtype=torch.bool)
+        sinks = None if self.sinks is None else self.sinks.cpu().double()
         return reference.decode_attention(
-            self.q[row : row + 1].cpu().double(), kv.double()[None], visible, self.scale
+            self.q[row : row + 1].cpu().double(), kv.double()[None], visible, self.scale, sinks
         )[0]
 
     def run(self, splits: int) -> torch.Tensor:
@@ -75,6 +78,7 @@ class Case:
             out=out,
             scratch=torch.full((floats,), nan, device=self.q.device),
             splits=splits,
+            sinks=self.sinks,
         )
         return out
 
@@ -88,6 +92,12 @@ class Case:
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_of_any_length(device: str, dtype: torch.dtype, splits: int) -> None:
     Case(device, dtype, [1, 0, 16, 17, 131, 200], heads=8, kv_heads=2, dim=64).check(splits)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(device: str, dtype: torch.dtype, splits: int, window: int | None) -> None:
+    Case(device, dtype, [1, 0, 17, 140], 6, 2, 32, window, sinks=True).check(splits)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 32), (6, 3, 96), (32, 1, 128)])

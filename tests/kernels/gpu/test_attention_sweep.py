@@ -27,6 +27,7 @@ def check(
     kv_heads: int = 1,
     dim: int = 32,
     window: int | None = None,
+    sinks: bool = False,
     tile: kernel.Tile | None = None,
 ) -> None:
     end, layer, nan = start + rows, 1, float("nan")
@@ -41,8 +42,15 @@ def check(
     table[: first // PAGE] = 2**30
     wide = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
     scale = 1.0 / math.sqrt(dim)
+    sink = 2 * torch.randn(heads).to(dtype) if sinks else None
     expected = reference.sweep_attention(
-        wide[:, :heads].double(), kv[:, 0].double(), kv[:, 1].double(), start, window, scale
+        wide[:, :heads].double(),
+        kv[:, 0].double(),
+        kv[:, 1].double(),
+        start,
+        window,
+        scale,
+        None if sink is None else sink.double(),
     )
     out = torch.full((rows, heads * dim), nan, dtype=dtype, device=device)
     kernel.sweep_attention(
@@ -54,6 +62,7 @@ def check(
         scale,
         window,
         out=out,
+        sinks=None if sink is None else sink.to(device),
         tile=tile,
     )
     torch.testing.assert_close(
@@ -71,6 +80,11 @@ def test_from_any_position(device: str, dtype: torch.dtype, rows: int, start: in
 def test_window(device: str, window: int, rows: int, start: int) -> None:
     check(device, torch.float32, rows, start, window=window)
     check(device, torch.float16, rows, start, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_sinks(device: str, dtype: torch.dtype, window: int | None) -> None:
+    check(device, dtype, 40, 50, heads=4, kv_heads=2, window=window, sinks=True)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 3, 96), (8, 2, 128), (2, 2, 64)])

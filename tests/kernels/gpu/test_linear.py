@@ -41,6 +41,16 @@ def test_the_product_of_torch(
     torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
+@pytest.mark.parametrize(("rows", "n"), [(1, 10), (3, 60), (16, 10)])
+def test_a_wide_weight(device: str, dtype: torch.dtype, rows: int, n: int) -> None:
+    x = torch.randn(rows, 200, device=device).to(dtype)
+    weight = torch.randn(n, 200, device=device) / 14
+    out = torch.full((rows, n), torch.nan, device=device)
+    linear(x, weight, out=out)
+    exact = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(out, exact, rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize("rows", [8, 16, 21])
 def test_rows_in_tiles(device: str, near: float, dtype: torch.dtype, rows: int) -> None:
     if dtype == torch.float32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from moestro.kernels.gpu.prepare import Lines, Prepared, prepare
@@ -13,7 +14,8 @@ LINES = Lines(
 HIDDEN, VOCAB, MOST, ROWS = 2100, 11, 6, 4
 
 
-def test_prepare(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scale", [1.0, 12.5])
+def test_prepare(device: str, dtype: torch.dtype, scale: float) -> None:
     given = np.zeros((9, MOST), np.int64)
     given[LINES.token, :ROWS] = [3, 9, 4, 0]
     given[LINES.source, :ROWS] = [-1, 2, -1, -1]
@@ -34,8 +36,9 @@ def test_prepare(device: str, dtype: torch.dtype) -> None:
         torch.full((ROWS,), -7, dtype=torch.int32, device=device),
         torch.full((1,), -7, dtype=torch.int32, device=device),
     )
-    prepare(torch.from_numpy(given).to(device), LINES, sampled, embedding, tables, out=out)
-    assert torch.equal(out.residual, embedding[[3, 10, 4, 0]])
+    lines = torch.from_numpy(given).to(device)
+    prepare(lines, LINES, sampled, embedding, tables, out=out, scale=scale)
+    assert torch.equal(out.residual, embedding[[3, 10, 4, 0]] * scale)
     assert out.lengths.tolist() == [6, 1, 101, 0]
     assert torch.equal(out.temperature.cpu(), torch.tensor([0.0, 0.7, 1.5, 0.0]))
     assert out.top_k.tolist() == [0, 5, 1, 0]

@@ -21,6 +21,7 @@ class Case:
     turned: int
     norm: bool
     clip: float | None
+    magnitude: float = 1.0
 
 
 CASES = [
@@ -29,6 +30,7 @@ CASES = [
     Case(4, 1, 64, 32, False, None),
     Case(3, 3, 16, 8, True, 0.75),
     Case(32, 4, 32, 32, False, 1.0),
+    Case(3, 1, 16, 12, False, None, 1.19),
 ]
 
 
@@ -46,7 +48,7 @@ def expected(
     if norms:
         rows = (norms[0].expand(case.h, -1), norms[1].expand(case.g, -1))
         mixed = reference.rms_norm_heads(mixed, torch.cat(rows), 1e-6)
-    cos, sin = (t.to(qkv.dtype) for t in reference.rope_tables(positions, inverse))
+    cos, sin = (t.to(qkv.dtype) for t in reference.rope_tables(positions, inverse, case.magnitude))
     first = reference.rope(mixed[..., : case.turned], cos, sin)
     turned = torch.cat((first, mixed[..., case.turned :]), -1)
     kv = torch.cat((turned[:, case.h :], heads[:, case.h + case.g :]), 1)
@@ -68,7 +70,7 @@ def test_against_the_reference(device: str, dtype: torch.dtype, near: float, cas
     q_norm, k_norm = norms if case.norm else (None, None)
     rotary.qk_norm_rope_write(
         qkv, positions, places, inverse, pool, layer, case.h, case.g, case.d,
-        q_norm, k_norm, 1e-6, case.clip, q_out=q_out,
+        q_norm, k_norm, 1e-6, case.clip, q_out=q_out, magnitude=case.magnitude,
     )  # fmt: skip
 
     q, kv = expected(case, qkv, positions, inverse, norms)
