@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moestro.engine.gpu import mlp, product
+from moestro.engine.gpu import mlp
 from moestro.engine.gpu.workspace import Workspace
 from moestro.engine.models.registry import load_spec
 from moestro.engine.models.router import BiasedTopK
@@ -45,12 +45,6 @@ SHALLOW: dict[str, dict[str, Any]] = {
 def make(folder: Path, name: str) -> Path:
     tiny = families.TINY[name]
     return families.make(folder, dataclasses.replace(tiny, config=tiny.config | SHALLOW[name]))
-
-
-@pytest.fixture(autouse=True)
-def _library_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel for few rows has its own tests, and is slow here."""
-    monkeypatch.setattr(product, "serves", lambda *args: False)
 
 
 def scores(folder: Path, tokens: int, **more: Any) -> list[float]:

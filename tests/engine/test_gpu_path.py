@@ -39,12 +39,15 @@ NAME, TOKENS = "qwen3-wide-head", 3
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from moestro.engine.gpu import build as gpu
+    from moestro.engine.gpu import product
 
     mend()
 
     monkeypatch.setattr(build, "runs_kernels", lambda kind: True)
     monkeypatch.setattr(gpu, "COMPILED", ())
     monkeypatch.setattr(gpu, "PIECES", 1)
+    # The kernel for products of few rows has its own tests, and takes nearly all the time here.
+    monkeypatch.setattr(product, "serves", lambda *args: False)
 
 
 def settings(**more: Any) -> dict[str, Any]:
