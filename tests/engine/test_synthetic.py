@@ -254,6 +254,7 @@ def test_given_experts_get_the_routers_own_weights(renormalize: bool, dtype: Rou
     "router",
     [
         TopKSoftmax(),
+        TopKSoftmax(bias=True),
         BiasedTopK(Scores.SIGMOID, groups=4, kept=2, scale=2.5, sum_add=1e-20),
         BiasedTopK(Scores.SOFTMAX, sum_min=1e-12, wide=False),
     ],
@@ -262,8 +263,9 @@ def test_given_experts_get_the_routers_own_weights(renormalize: bool, dtype: Rou
 def test_given_experts_get_the_weights_of_other_routers_too(router: Router) -> None:
     spec = MoESpec(8, 3, 16, True, RouterDtype.MODEL, router)
     weight, x = torch.randn(8, 12), torch.randn(5, 12)
-    weights, ids = route(spec, weight, x, torch.randn(8))
-    torch.testing.assert_close(route_to(spec, weight, x, ids)[0], weights)
+    bias = torch.randn(8) if spec.biased else None
+    weights, ids = route(spec, weight, x, bias)
+    torch.testing.assert_close(route_to(spec, weight, x, ids, bias)[0], weights)
 
 
 def test_an_engine_obeys(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

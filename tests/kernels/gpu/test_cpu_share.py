@@ -90,7 +90,7 @@ def test_a_share_goes_there_and_its_rows_come_back(device: str, rows: int) -> No
         worker = Worker(link.box, number)
         worker.start()
         post(number, x, work, link, log)
-        collect(number, work, link, fault, log, z=z, longest_wait=1 << 33)
+        collect(number, work, link, fault, log, z=z, longest_wait=1 << 30)
         worker.join()
         routes = [route for each in share.values() for route in each]
         assert worker.seen["layer"] == [number]
