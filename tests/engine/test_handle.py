@@ -70,6 +70,9 @@ class Reader:
         self.error: str | None = None
         self.stream = engine.open([wanted])
         self.task = asyncio.create_task(self._read())
+        # A reader that nobody waits for may end with an error. Python would report it whenever
+        # the garbage is collected: in another test, where its traceback breaks a parser at work.
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _read(self) -> None:
         async with self.stream as stream:
